@@ -1,0 +1,89 @@
+"""The collectives megazero issues, by one set of names over every supported torch, and their count.
+
+torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor``; this is the one place that knows.
+In-place collectives work on contiguous buffers and can overlap with compute; functional ones can stay
+inside a torch.compile graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed import ProcessGroup
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_functional_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_functional_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def all_reduce(x: torch.Tensor, group: ProcessGroup, op: str = "sum") -> torch.Tensor:
+    """A new tensor: ``x`` reduced over the group. ``op``: sum or max. Traceable by torch.compile."""
+    return functional.wait_tensor(functional.all_reduce(x, op, group))
+
+
+def all_gather(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """(n, …) → (n · group size, …): every rank's rows in rank order. Traceable by torch.compile."""
+    return functional.wait_tensor(_functional_all_gather(x.contiguous(), 0, group))
+
+
+def reduce_scatter(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """(n · group size, …) → (n, …): this rank's rows of the sum. Traceable by torch.compile."""
+    return functional.wait_tensor(_functional_reduce_scatter(x.contiguous(), "sum", 0, group))
+
+
+class Work(Protocol):
+    """A collective under way; ``wait`` orders what follows on the current stream after it."""
+
+    def wait(self) -> object: ...
+
+
+class Communicator:
+    """In-place collectives of one process group over flat buffers.
+
+    ``elements`` counts, per kind of collective, the elements of the whole buffers it was called on: the
+    traffic per rank is that times (N−1)/N (twice that for an all-reduce).
+    """
+
+    def __init__(self, group: ProcessGroup | None, size: int, rank: int) -> None:
+        self.group, self.size, self.rank = group, size, rank
+        self.elements: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def slice_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This rank's equal share of a flat buffer."""
+        share = buffer.numel() // self.size
+        return buffer[self.rank * share : (self.rank + 1) * share]
+
+    def all_reduce(self, buffers: Sequence[torch.Tensor]) -> Work:
+        """Sum every buffer over the group, in place, as one coalesced call."""
+        self._count("all_reduce", buffers)
+        with dist._coalescing_manager(group=self.group, async_ops=True) as work:
+            for buffer in buffers:
+                dist.all_reduce(buffer, group=self.group)
+        return work
+
+    def reduce_scatter(self, buffers: Sequence[torch.Tensor]) -> Work:
+        """Leave the sum over the group in this rank's slice of every buffer; the rest is then undefined."""
+        self._count("reduce_scatter", buffers)
+        with dist._coalescing_manager(group=self.group, async_ops=True) as work:
+            for buffer in buffers:
+                _reduce_scatter(self.slice_of(buffer), buffer, group=self.group)
+        return work
+
+    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Work:
+        """Fill every buffer with each rank's slice of it, in place."""
+        self._count("all_gather", buffers)
+        with dist._coalescing_manager(group=self.group, async_ops=True) as work:
+            for buffer in buffers:
+                _all_gather(buffer, self.slice_of(buffer), group=self.group)
+        return work
+
+    def _count(self, kind: str, buffers: Sequence[torch.Tensor]) -> None:
+        self.calls[kind] += 1
+        self.elements[kind] += sum(b.numel() for b in buffers)
