@@ -1,0 +1,113 @@
+"""The decoder: GPT-2, GPT-3, Llama, Qwen or Mistral by its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from megazero.models import registry
+from megazero.models.attention import Attention
+from megazero.models.config import ModelConfig
+from megazero.models.context import Context
+from megazero.models.dropout import Dropout, Site, derive_key
+from megazero.models.layers import Head, PositionEmbedding, WordEmbedding
+from megazero.models.mlp import MLP
+from megazero.models.norm import build_norm
+
+
+class Embedding(nn.Module):
+    """Words, plus learned positions where the config has them, then dropout."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.word = WordEmbedding(config.vocab_size, hidden)
+        learned = config.position == "learned"
+        self.position = PositionEmbedding(config.max_position_embeddings, hidden) if learned else None
+        self.dropout = Dropout(config.dropout, Site.EMBEDDING)
+
+    def forward(self, tokens_T: torch.Tensor, context: Context) -> torch.Tensor:
+        """(T,) int64 → (T, H)."""
+        x_TH = self.word(tokens_T)
+        if self.position is not None:
+            x_TH = x_TH + self.position(context.positions)
+        return self.dropout(x_TH, context.dropout_key)
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each on a normalised copy of the residual stream that it adds to ("pre-norm").
+
+    Layers of one model differ in their parameters alone, so one compiled graph serves them all.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        softmax = config.attention == registry.BUILTIN_ATTENTION
+        build_attention = Attention if softmax else registry.attention_variant(config.attention)
+        self.attention_norm = build_norm(config)
+        self.attention = build_attention(config)
+        self.attention_dropout = Dropout(config.dropout, Site.ATTENTION)
+        self.mlp_norm = build_norm(config)
+        self.mlp = MLP(config)
+        self.mlp_dropout = Dropout(config.dropout, Site.MLP)
+
+    def forward(self, x_TH: torch.Tensor, context: Context) -> torch.Tensor:
+        """(T, H) → (T, H). ``context.dropout_key`` is already this layer's own."""
+        attended = self.attention(self.attention_norm(x_TH), context)
+        x_TH = x_TH + self.attention_dropout(attended, context.dropout_key)
+        return x_TH + self.mlp_dropout(self.mlp(self.mlp_norm(x_TH)), context.dropout_key)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, or a run of its layers with what stands before and behind them.
+
+    ``layers``: global indices of the layers to have, ascending; None is all. ``first``: has the embedding.
+    ``last``: has the final norm and the head. Parameters are left uninitialised: see init.py. A model that is
+    both first and last and has a tied head holds one parameter under both names; a last-only one has its own.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
+    ) -> None:
+        super().__init__()
+        indices = range(config.num_layers) if layers is None else layers
+        self.config = config
+        self.embedding = Embedding(config) if first else None
+        self.layers = nn.ModuleDict({str(index): Layer(config) for index in indices})
+        self.final_norm = build_norm(config) if last else None
+        self.head = Head(config.vocab_size, config.hidden_size) if last else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the head use the embedding's parameter, where the config says so and both are here."""
+        if self.config.tie_word_embeddings and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.word.weight
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GPT:
+        # Moving off the meta device makes a new parameter for each name.
+        super()._apply(fn, recurse)
+        self.tie()
+        return self
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """Tokens (T,) int64 where this has the embedding, else (T, H) → (T, H), final norm applied where it is here.
+
+        The head is left to the caller: ``model.head(x)``.
+        """
+        if self.embedding is not None:
+            x = self.embedding(x, context)
+        for index, layer in self.layers.items():
+            x = layer(x, layer_context(context, int(index)))
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+def layer_context(context: Context, index: int) -> Context:
+    """The context with the dropout key of the layer of that global index.
+
+    Done outside the layer because a number that differs between layers, inside, would compile each anew.
+    """
+    if context.dropout_key is None:
+        return context
+    return context._replace(dropout_key=derive_key(context.dropout_key, index))

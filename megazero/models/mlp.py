@@ -1,0 +1,45 @@
+"""The feed-forward block of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazero.models import registry
+from megazero.models.config import ModelConfig
+from megazero.models.layers import ProjectIn, ProjectOut
+from megazero.models.parts import mlp_parts
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiLU(gate) · up (Shazeer 2020, arXiv:2002.05202)."""
+    return F.silu(gate) * up
+
+
+_BUILTIN: dict[str, Callable[..., torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": swiglu,
+}
+assert _BUILTIN.keys() == registry.BUILTIN_ACTIVATIONS.keys()
+
+
+class MLP(nn.Module):
+    """down(activation(inner(x))); ``inner`` projects to ``up``, or to ``gate`` and ``up``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.inner = ProjectIn(config.hidden_size, mlp_parts(config), config.mlp_bias)
+        name = config.activation
+        self.activation = _BUILTIN[name] if name in _BUILTIN else registry.activation_function(name)
+        self.down = ProjectOut(config.ffn_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """(T, H) → (T, H)."""
+        return self.down(self.activation(*self.inner(x_TH)))
