@@ -1,0 +1,73 @@
+"""AdamW on the owned ranges of the blocks (Loshchilov & Hutter 2019, arXiv 1711.05101), by torch's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megazero.zero.block import Block
+from megazero.zero.sharded import ShardedModel
+
+
+class AdamW:
+    """``count`` is Adam's own step counter, a float32 scalar on the device: skipped updates do not advance it."""
+
+    def __init__(
+        self, sharded: ShardedModel, betas: tuple[float, float], eps: float, weight_decay: float, device: torch.device
+    ) -> None:
+        self.sharded = sharded
+        self.betas, self.eps = betas, eps
+        self.decay = {"decay": weight_decay, "no_decay": 0.0}
+        self.count = torch.zeros((), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def step(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> None:
+        """Update every block bucket by bucket, and send each bucket's new parameters on their way.
+
+        Args:
+            factor: what gradients are multiplied by first (clipping, loss scale, token count): a scalar tensor.
+            skip: float32 scalar, 1 where nothing may change; read on the device only.
+        """
+        self.count += 1 - skip
+        divisor = factor.reciprocal().float()  # the kernel divides
+        for bucket in self.sharded.gather_buckets:
+            blocks = [self.sharded.blocks[i] for i in bucket]
+            for group, decay in self.decay.items():
+                self._update(blocks, group, lr, decay, divisor, skip)
+            for block in blocks:
+                block.updated()
+            self.sharded.gather_bucket(bucket)
+
+    def _update(
+        self, blocks: Sequence[Block], group: str, lr: float, decay: float, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        masters, grads, exp_avgs, exp_avg_sqs = [], [], [], []
+        for block in blocks:
+            found = block.layout.group_ranges(*block.owned).get(group)
+            if found is None:
+                continue
+            part = slice(found[0] - block.owned[0], found[1] - block.owned[0])
+            masters.append(block.master[part])
+            grads.append(block.owned_grad()[part].float())
+            exp_avgs.append(block.exp_avg[part])
+            exp_avg_sqs.append(block.exp_avg_sq[part])
+        if not masters:
+            return
+        torch._fused_adamw_(
+            masters,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [self.count] * len(masters),
+            amsgrad=False,
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=decay,
+            eps=self.eps,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=skip,
+        )

@@ -1,0 +1,113 @@
+"""Output projection and cross-entropy over a vocabulary cut between ranks, without ever holding all logits.
+
+Tokens go through in chunks. The gradient of a chunk's logits is known as soon as its loss is, so the
+gradients of hidden states and weight are formed in the forward pass and only scaled in the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megazero import comm
+
+CHUNK_ELEMENTS = 1 << 27  # logits per chunk: 512 MiB in float32
+
+
+def chunk_loss(
+    x_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_C: torch.Tensor,
+    weights_C: torch.Tensor,
+    start: int,
+    valid: int,
+    group: ProcessGroup | None,
+    with_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss (C,) float32 and gradient of the logits (C, V) in the dtype of ``x_CH``; V is the local vocabulary.
+
+    Rows of ``weight_VH`` from ``valid`` on are padding and take no part in the softmax. The loss is
+    computed with the maximum over all ranks taken off, each token's times its weight.
+    """
+    logits_CV = (x_CH @ weight_VH.t()).float()
+    if valid < weight_VH.shape[0]:
+        column = torch.arange(weight_VH.shape[0], device=x_CH.device)
+        logits_CV = logits_CV.masked_fill(column >= valid, float("-inf"))
+    maximum_C = logits_CV.amax(-1)
+    if group is not None:
+        maximum_C = comm.all_reduce(maximum_C, group, "max")
+    shifted_CV = logits_CV - maximum_C[:, None]
+    exp_CV = shifted_CV.exp()
+    local_C = targets_C - start
+    here_C = (local_C >= 0) & (local_C < valid)
+    index_C1 = local_C.clamp(0, weight_VH.shape[0] - 1)[:, None]
+    target_C = torch.where(here_C, shifted_CV.gather(1, index_C1)[:, 0], 0.0)
+    sums_2C = torch.stack((exp_CV.sum(-1), target_C))
+    if group is not None:
+        sums_2C = comm.all_reduce(sums_2C, group)
+    loss_C = (sums_2C[0].log() - sums_2C[1]) * weights_C
+    if not with_grad:
+        return loss_C, logits_CV.new_empty(0)
+    scale_C = weights_C / sums_2C[0]
+    at_target_C1 = torch.where(here_C, weights_C, 0.0)[:, None]
+    grad_CV = exp_CV * scale_C[:, None]
+    grad_CV = grad_CV.scatter_add(1, index_C1, -at_target_C1)
+    return loss_C, grad_CV.to(x_CH.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TH, weight_VH, targets_T, weights_T, start, valid, group, chunk_fn):
+        tokens, rows = x_TH.shape[0], weight_VH.shape[0]
+        chunk = -(-tokens // -(-tokens * rows // CHUNK_ELEMENTS))
+        with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        several = chunk < tokens
+        loss = torch.zeros((), dtype=torch.float32, device=x_TH.device)
+        grad_x = torch.empty_like(x_TH) if with_grad else None
+        # Sums over chunks are kept in float32 and rounded once.
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if with_grad and several else None
+        for i in range(0, tokens, chunk):
+            x_CH = x_TH[i : i + chunk]
+            part = slice(i, i + chunk)
+            loss_C, grad_CV = chunk_fn(
+                x_CH, weight_VH, targets_T[part], weights_T[part], start, valid, group, with_grad
+            )
+            loss += loss_C.sum()
+            if not with_grad:
+                continue
+            torch.mm(grad_CV, weight_VH, out=grad_x[part])
+            if several:
+                grad_weight += grad_CV.t() @ x_CH
+            else:
+                grad_weight = grad_CV.t() @ x_CH
+        if with_grad:
+            ctx.save_for_backward(grad_x, grad_weight.to(weight_VH.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * grad, grad_weight * grad, None, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    x_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_T: torch.Tensor,
+    weights_T: torch.Tensor,
+    *,
+    start: int,
+    valid: int,
+    group: ProcessGroup | None,
+    chunk_fn=chunk_loss,
+) -> torch.Tensor:
+    """Σ weight · cross-entropy over all tokens, a float32 scalar, the same on every rank of ``group``.
+
+    Args:
+        x_TH: hidden states of all T tokens, the same on every rank; its gradient is this rank's share.
+        weight_VH: this rank's vocabulary rows; row i is token ``start`` + i, rows from ``valid`` on padding.
+        targets_T: int64 token ids; weights_T: float32, 0 takes a token out of the loss.
+        group: the ranks the vocabulary is cut between, None for one.
+        chunk_fn: ``chunk_loss`` or a compiled form of it.
+    """
+    return _LinearCrossEntropy.apply(x_TH, weight_VH, targets_T, weights_T, start, valid, group, chunk_fn)
