@@ -1,0 +1,191 @@
+"""Schedules, their checker and their simulator."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+
+from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
+from megazero.pipeline.schedules import (
+    COMMUNICATION,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleFault,
+    activation_bound,
+    build_schedule,
+    evaluation_schedule,
+    groups,
+)
+from megazero.pipeline.simulate import compute_cost, simulate
+
+NAMES = ["gpipe", "1f1b"]
+_SAMPLE = random.Random(0)
+SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 8)]
+SIZES += [(_SAMPLE.randint(5, 16), _SAMPLE.randint(1, 64)) for _ in range(12)] + [(16, 1), (16, 15), (16, 16), (16, 64)]
+
+
+def prove(schedule: Schedule, name: str, micro_batches: int) -> None:
+    stages = len(schedule)
+    check_schedule(schedule, micro_batches, [activation_bound(name, stages, micro_batches, s) for s in range(stages)])
+
+
+def compute(actions: list[Action]) -> str:
+    """A list's computations in short, as in the papers' figures: F0 F1 B0 …"""
+    short = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.REDUCE: "R"}
+    return " ".join(f"{short[a.kind]}{a.micro_batch}" for a in actions if a.kind in short)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_is_proven(name: str) -> None:
+    for stages, micro_batches in SIZES:
+        prove(build_schedule(name, stages, micro_batches), name, micro_batches)
+
+
+def test_evaluation_schedule_is_proven() -> None:
+    for stages, micro_batches in SIZES:
+        check_evaluation_schedule(evaluation_schedule(stages, micro_batches), micro_batches)
+
+
+def test_1f1b_is_the_papers_figure() -> None:
+    """Narayanan et al. 2021, figure 4 (top half), four stages and eight micro-batches."""
+    lists = [compute(actions) for actions in build_schedule("1f1b", 4, 8)]
+    assert lists[0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 R7 B7"
+    assert lists[2] == "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 R7 B7"
+    assert lists[3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 R7 B7"
+
+
+def test_gpipe_is_all_forwards_then_all_backwards() -> None:
+    assert compute(build_schedule("gpipe", 2, 3)[1]) == "F0 F1 F2 B0 B1 R2 B2"
+
+
+def test_steady_state_groups_transfers_with_one_neighbour() -> None:
+    batches = [batch for _, batch in groups(build_schedule("1f1b", 4, 8)[2]) if batch[0].kind in COMMUNICATION]
+    next_stage = (Action(Kind.SEND_FORWARD, 3, peer=3), Action(Kind.RECV_BACKWARD, 2, peer=3))
+    previous_stage = (Action(Kind.SEND_BACKWARD, 2, peer=1), Action(Kind.RECV_FORWARD, 4, peer=1))
+    assert next_stage in batches and previous_stage in batches
+
+
+def test_groups_cover_the_list() -> None:
+    for actions in build_schedule("1f1b", 3, 5):
+        rebuilt = []
+        for index, batch in groups(actions):
+            assert index == len(rebuilt)
+            rebuilt.extend(batch)
+        assert rebuilt == actions
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("forward, backward", [(1.0, 1.0), (1.0, 2.0)])
+def test_bubble_fraction_is_the_papers(name: str, forward: float, backward: float) -> None:
+    """(p - 1) / (m + p - 1) of the time; (p - 1) / m of the ideal time in Narayanan et al. 2021, section 2.2."""
+    for stages, micro_batches in SIZES:
+        timeline = simulate(build_schedule(name, stages, micro_batches), compute_cost(forward, backward))
+        slots = micro_batches + stages - 1
+        assert timeline.duration == slots * (forward + backward)
+        for rank in range(stages):
+            assert timeline.idle_fraction(rank) == pytest.approx((stages - 1) / slots)
+
+
+def test_timeline_by_hand() -> None:
+    """Two stages, one micro-batch, transfers of half a unit: F, send, F, B, send, B."""
+    costs = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.GATHER: 0.0, Kind.REDUCE: 0.0}
+    timeline = simulate(build_schedule("gpipe", 2, 1), lambda rank, action: costs.get(action.kind, 0.5))
+    spans = [[(s.action.kind.value, s.start, s.end) for s in spans] for spans in timeline.ranks]
+    assert spans[0] == [
+        ("gather", 0, 0),
+        ("forward", 0, 1),
+        ("send_forward", 1, 5),
+        ("recv_backward", 1, 5),
+        ("reduce", 5, 5),
+        ("backward", 5, 7),
+    ]
+    assert spans[1] == [
+        ("gather", 0, 0),
+        ("recv_forward", 0, 1.5),
+        ("forward", 1.5, 2.5),
+        ("reduce", 2.5, 2.5),
+        ("backward", 2.5, 4.5),
+        ("send_backward", 4.5, 5),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checker_objects_to_every_dropped_or_doubled_action(name: str) -> None:
+    stages, micro_batches = 3, 4
+    schedule = build_schedule(name, stages, micro_batches)
+    for rank, actions in enumerate(schedule):
+        for index in range(len(actions)):
+            for replacement in ([], [actions[index]] * 2):
+                mutant = [list(a) for a in schedule]
+                mutant[rank][index : index + 1] = replacement
+                with pytest.raises(ScheduleFault):
+                    prove(mutant, name, micro_batches)
+
+
+def test_checker_objects_to_swapped_actions() -> None:
+    """Two computations, or two actions of one kind. (A transfer may move: others are then met later.)"""
+    transfers_apart = {kind: {kind} for kind in COMMUNICATION}
+    computations = set(Kind) - COMMUNICATION
+    schedule = build_schedule("1f1b", 3, 4)
+    for rank, actions in enumerate(schedule):
+        for a, b in itertools.combinations(range(len(actions)), 2):
+            if actions[b].kind not in transfers_apart.get(actions[a].kind, computations):
+                continue
+            mutant = [list(x) for x in schedule]
+            mutant[rank][a], mutant[rank][b] = actions[b], actions[a]
+            with pytest.raises(ScheduleFault):
+                prove(mutant, "1f1b", 4)
+
+
+def test_checker_objects_to_wrong_fields() -> None:
+    schedule = build_schedule("1f1b", 3, 4)
+    for rank, actions in enumerate(schedule):
+        for index, action in enumerate(actions):
+            for change in ({"micro_batch": (action.micro_batch or 0) + 1}, {"peer": 7}, {"chunk": 1}):
+                if action.kind is Kind.GATHER or ("peer" in change and action.peer is None):
+                    continue
+                mutant = [list(x) for x in schedule]
+                mutant[rank][index] = action._replace(**change)
+                with pytest.raises(ScheduleFault) as fault:
+                    prove(mutant, "1f1b", 4)
+                assert fault.value.rank == rank and f"pipeline rank {rank}, action" in str(fault.value)
+
+
+def test_checker_sees_a_deadlock() -> None:
+    """Each list is sound alone: rank 0 wants its first gradient before it sends more, rank 1 all activations first."""
+    eager = [Action(Kind.GATHER)]
+    for i in range(2):
+        eager += [Action(Kind.FORWARD, i), Action(Kind.SEND_FORWARD, i, peer=1), Action(Kind.RECV_BACKWARD, i, peer=1)]
+        eager += [Action(Kind.REDUCE, i)] if i == 1 else []
+        eager += [Action(Kind.BACKWARD, i)]
+    with pytest.raises(ScheduleFault, match="deadlock") as fault:
+        check_schedule([eager, build_schedule("gpipe", 2, 2)[1]], 2, [2, 2])
+    assert (fault.value.rank, fault.value.index) == (0, 3)
+    assert "rank 0 at action 3 (recv_backward of micro-batch 0 from rank 1)" in str(fault.value)
+    assert "rank 1 at action 3 (recv_forward of micro-batch 1 from rank 0)" in str(fault.value)
+
+
+def test_checker_sees_too_many_activations() -> None:
+    schedule = build_schedule("gpipe", 2, 4)
+    with pytest.raises(ScheduleFault, match="holds the activations of 3 micro-batches, the bound is 2"):
+        check_schedule(schedule, 4, [2, 1])
+
+
+def test_simulator_sees_a_mismatch() -> None:
+    send = [Action(Kind.SEND_FORWARD, 1, peer=1)]
+    receive = [Action(Kind.RECV_FORWARD, 0, peer=0)]
+    with pytest.raises(ScheduleFault, match="recv_forward of micro-batch 0 from rank 0 meets"):
+        simulate([send, receive], compute_cost(1, 1))
+
+
+def test_schedules_need_no_torch() -> None:
+    code = (
+        "import sys, megazero.pipeline.checker, megazero.pipeline.partition;"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
