@@ -90,9 +90,7 @@ class ShardSpec:
 
     def replicated_over(self, replication: Replication) -> ShardSpec:
         """The same parameter, every piece of it also replicated as given."""
-        pieces = tuple(
-            Piece(p.name, p.global_shape, p.box, p.row, (*p.replication, replication)) for p in self.pieces
-        )
+        pieces = tuple(Piece(p.name, p.global_shape, p.box, p.row, (*p.replication, replication)) for p in self.pieces)
         return ShardSpec(self.local_shape, pieces)
 
 

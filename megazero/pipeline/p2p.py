@@ -18,7 +18,12 @@ class Transfers:
     """
 
     def __init__(
-        self, group: ProcessGroup, ranks: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        group: ProcessGroup,
+        ranks: Sequence[int],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """``ranks``: global rank of each stage; ``shape``: (T or T/tp, H) of every transfer."""
         self.group, self.ranks = group, ranks

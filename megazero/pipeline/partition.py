@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 from megazero.errors import ConfigError
+from megazero.models.parts import attention_parts, mlp_parts
 
 if TYPE_CHECKING:
     from megazero.models.config import ModelConfig
@@ -29,8 +30,8 @@ def layer_costs(model: ModelConfig, seq_length: int) -> LayerCosts:
     everywhere, so it changes no balance.
     """
     hidden, query = model.hidden_size, model.num_attention_heads * model.head_size
-    attention_weights = hidden * (2 * query + 2 * model.kv_heads * model.head_size)
-    mlp_weights = (3 if model.activation == "swiglu" else 2) * hidden * model.ffn_size
+    attention_weights = hidden * (sum(part.size for part in attention_parts(model)) + query)
+    mlp_weights = hidden * (sum(part.size for part in mlp_parts(model)) + model.ffn_size)
     window = min(model.sliding_window or seq_length, seq_length)
     context = window - window * window / (2 * seq_length)
     layer = 2 * (attention_weights + mlp_weights) + round(4 * query * context)

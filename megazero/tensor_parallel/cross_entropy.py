@@ -6,10 +6,13 @@ gradients of hidden states and weight are formed in the forward pass and only sc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ProcessGroup
 
 from megazero import comm
+from megazero.tensor_parallel.mappings import TensorParallel, gather_tokens, partial_product, sum_over_ranks
 
 CHUNK_ELEMENTS = 1 << 27  # logits per chunk: 512 MiB in float32
 
@@ -57,37 +60,41 @@ def chunk_loss(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight_VH, targets_T, weights_T, start, valid, group, chunk_fn):
-        tokens, rows = x_TH.shape[0], weight_VH.shape[0]
-        chunk = -(-tokens // -(-tokens * rows // CHUNK_ELEMENTS))
+    def forward(ctx, x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit):
+        group = tp.group
+        full_TH = x_TH if group is None else gather_tokens(x_TH, group, tp.sequence_parallel)
+        tokens, rows = full_TH.shape[0], weight_VH.shape[0]
+        chunk = -(-tokens // -(-tokens * rows // limit))
         with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         several = chunk < tokens
         loss = torch.zeros((), dtype=torch.float32, device=x_TH.device)
-        grad_x = torch.empty_like(x_TH) if with_grad else None
-        # Sums over chunks are kept in float32 and rounded once.
+        # Sums over chunks, and over ranks, are kept in float32 and rounded once.
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if with_grad and several else None
+        grad_x = []
         for i in range(0, tokens, chunk):
-            x_CH = x_TH[i : i + chunk]
-            part = slice(i, i + chunk)
+            x_CH, part = full_TH[i : i + chunk], slice(i, i + chunk)
             loss_C, grad_CV = chunk_fn(
                 x_CH, weight_VH, targets_T[part], weights_T[part], start, valid, group, with_grad
             )
             loss += loss_C.sum()
             if not with_grad:
                 continue
-            torch.mm(grad_CV, weight_VH, out=grad_x[part])
+            grad_x.append(partial_product(grad_CV, weight_VH, group is not None and tp.sum_in_fp32))
             if several:
                 grad_weight += grad_CV.t() @ x_CH
             else:
                 grad_weight = grad_CV.t() @ x_CH
         if with_grad:
-            ctx.save_for_backward(grad_x, grad_weight.to(weight_VH.dtype))
+            grad_TH = torch.cat(grad_x) if several else grad_x[0]
+            if group is not None:
+                grad_TH = sum_over_ranks(grad_TH, group, tp.sequence_parallel)
+            ctx.save_for_backward(grad_TH.to(x_TH.dtype), grad_weight.to(weight_VH.dtype))
         return loss
 
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad, grad_weight * grad, None, None, None, None, None, None
+        return grad_x * grad, grad_weight * grad, *([None] * 7)
 
 
 def linear_cross_entropy(
@@ -95,19 +102,18 @@ def linear_cross_entropy(
     weight_VH: torch.Tensor,
     targets_T: torch.Tensor,
     weights_T: torch.Tensor,
-    *,
     start: int,
     valid: int,
-    group: ProcessGroup | None,
-    chunk_fn=chunk_loss,
+    tp: TensorParallel,
+    chunk_fn: Callable[..., tuple[torch.Tensor, torch.Tensor]] = chunk_loss,
+    limit: int = CHUNK_ELEMENTS,
 ) -> torch.Tensor:
-    """Σ weight · cross-entropy over all tokens, a float32 scalar, the same on every rank of ``group``.
+    """Σ weight · cross-entropy over all tokens, a float32 scalar, the same on every tensor-parallel rank.
 
     Args:
-        x_TH: hidden states of all T tokens, the same on every rank; its gradient is this rank's share.
+        x_TH: hidden states (T or T/tp, H), as a rank holds them outside the tensor-parallel region.
         weight_VH: this rank's vocabulary rows; row i is token ``start`` + i, rows from ``valid`` on padding.
-        targets_T: int64 token ids; weights_T: float32, 0 takes a token out of the loss.
-        group: the ranks the vocabulary is cut between, None for one.
-        chunk_fn: ``chunk_loss`` or a compiled form of it.
+        targets_T: int64 token ids of all T tokens; weights_T: float32, 0 takes a token out of the loss.
+        chunk_fn: ``chunk_loss`` or a compiled form of it; ``limit``: most logits held at once.
     """
-    return _LinearCrossEntropy.apply(x_TH, weight_VH, targets_T, weights_T, start, valid, group, chunk_fn)
+    return _LinearCrossEntropy.apply(x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit)

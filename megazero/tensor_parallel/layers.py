@@ -13,7 +13,8 @@ from torch import nn
 from megazero.models.layers import Head, PositionEmbedding, ProjectIn, ProjectOut, WordEmbedding
 from megazero.sharding import Piece, Rectangle, Replication, ShardSpec, whole
 from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entropy
-from megazero.tensor_parallel.mappings import TensorParallel, enter_region, leave_region
+from megazero.tensor_parallel.linear import column_linear, leave_region, row_linear
+from megazero.tensor_parallel.mappings import TensorParallel
 
 
 def replicated(spec: ShardSpec, tp: TensorParallel, partial: bool) -> ShardSpec:
@@ -53,7 +54,9 @@ class ColumnParallelLinear(nn.Module):
         def spec(attribute: str, trailing: tuple[int, ...]) -> ShardSpec:
             zeros = (0,) * len(trailing)
             pieces = tuple(
-                Piece(f"{name}.{attribute}", (features, *trailing), Rectangle((first, *zeros), (size, *trailing)), at, r)
+                Piece(
+                    f"{name}.{attribute}", (features, *trailing), Rectangle((first, *zeros), (size, *trailing)), at, r
+                )
                 for name, features, first, size, at, r in columns
             )
             return ShardSpec((row, *trailing), pieces)
@@ -66,8 +69,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(T or T/tp, H) → one (T, local features) per part."""
-        y = F.linear(enter_region(x_TH, self.tp), self.weight, self.bias)
-        return y.split(self.sizes, dim=-1)
+        return column_linear(x_TH, self.weight, self.bias, self.tp).split(self.sizes, dim=-1)
 
 
 class RowParallelLinear(nn.Module):
@@ -88,10 +90,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(T, local features) → (T or T/tp, H)."""
-        if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = leave_region(F.linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+        return row_linear(x, self.weight, self.bias, self.tp)
 
 
 class _VocabularyRows(nn.Module):
@@ -135,16 +134,8 @@ class VocabParallelHead(_VocabularyRows):
 
     def forward(self, x_TH: torch.Tensor, targets_T: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
         """Hidden states (T or T/tp, H), targets (T,) int64, weights (T,) float32 → Σ weight · loss, a scalar."""
-        x_TH = enter_region(x_TH, self.tp)
         return linear_cross_entropy(
-            x_TH,
-            self.weight,
-            targets_T,
-            weights_T,
-            start=self.start,
-            valid=self.valid,
-            group=self.tp.group,
-            chunk_fn=self.chunk_loss,
+            x_TH, self.weight, targets_T, weights_T, self.start, self.valid, self.tp, self.chunk_loss
         )
 
 

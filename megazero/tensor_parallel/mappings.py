@@ -1,9 +1,9 @@
-"""The two borders of a tensor-parallel region, and what happens to activations and gradients there.
+"""The two borders of a tensor-parallel region, and what crosses them.
 
 Inside the region each rank holds its share of the features of all T tokens. Outside, every rank holds all
 features: of all tokens, or, with sequence parallelism, of its T/tp tokens (Korthikanti et al. 2022,
 arXiv 2205.05198, section 4.2.2; Shoeybi et al. 2019, arXiv 1909.08053, section 3). Tokens are dim 0, so that
-gathers and scatters copy nothing.
+gathers and scatters copy nothing. The functions here know no autograd: linear.py and the layers give them one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from megazero import comm
 class TensorParallel:
     """One rank's place in its tensor-parallel group.
 
-    ``group`` is None for a group of one, or where a rank is only described and nothing will run.
+    ``group`` is None for a group of one, or where a rank is only described and nothing will run. ``sum_in_fp32``:
+    the ranks' partial products are added before they are rounded to 16 bits, not after.
     """
 
     size: int = 1
     rank: int = 0
     sequence_parallel: bool = False
     group: ProcessGroup | None = None
+    sum_in_fp32: bool = True
 
     def local_tokens(self, tokens: int) -> int:
         """How many of a micro-batch's T tokens lie on this rank outside the region."""
@@ -40,58 +42,20 @@ class TensorParallel:
         return x[self.rank * n : (self.rank + 1) * n]
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return comm.all_reduce(grad, ctx.group), None
+def gather_tokens(x: torch.Tensor, group: ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
+    """What a rank holds outside → all T tokens."""
+    return comm.all_gather(x, group) if sequence_parallel else x
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return comm.all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+def sum_over_ranks(x: torch.Tensor, group: ProcessGroup, sequence_parallel: bool) -> torch.Tensor:
+    """Partial sums (T, …) of all ranks → their sum, as a rank holds it outside."""
+    return comm.reduce_scatter(x, group) if sequence_parallel else comm.all_reduce(x, group)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return comm.all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return comm.reduce_scatter(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return comm.reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return comm.all_gather(grad, ctx.group), None
-
-
-def enter_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """(T or T/tp, H) outside → (T, H) inside. Backward sums the ranks' gradients."""
-    if tp.size == 1:
-        return x
-    return _Gather.apply(x, tp.group) if tp.sequence_parallel else _Copy.apply(x, tp.group)
-
-
-def leave_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """(T, H) partial sums inside → (T or T/tp, H) whole outside."""
-    if tp.size == 1:
-        return x
-    return _Scatter.apply(x, tp.group) if tp.sequence_parallel else _Reduce.apply(x, tp.group)
+def partial_product(a: torch.Tensor, b: torch.Tensor, in_fp32: bool) -> torch.Tensor:
+    """a @ b, in float32 or in the dtype of the operands."""
+    if not in_fp32 or a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

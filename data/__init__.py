@@ -1,0 +1,1 @@
+"""From corpora to global batches: tokenizers, preprocessing, indexed datasets, the sample order, loading."""

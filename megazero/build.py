@@ -1,0 +1,117 @@
+"""From settings to one rank's model: the one place that knows the order in which everything is applied.
+
+Model on the meta device → tensor parallelism → recompute → compile → ZeRO. Nothing before the last takes memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from megazero.config import Config
+from megazero.models.config import ModelConfig
+from megazero.models.context import ContextBuilder
+from megazero.models.gpt import GPT
+from megazero.pipeline.partition import given_partition, layer_costs, partition_layers
+from megazero.sharding import Replication, ShardSpec
+from megazero.stage import DecoderStage
+from megazero.tensor_parallel.mappings import TensorParallel
+from megazero.tensor_parallel.parallelize import parallelize
+from megazero.topology import Topology
+from megazero.zero.blocks import decoder_blocks
+from megazero.zero.sharded import ShardedModel
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def stage_layers(config: Config, model: ModelConfig) -> list[range]:
+    """Global layer indices of every pipeline stage."""
+    if config.parallel.partition is not None:
+        return given_partition(config.parallel.partition, model.num_layers)
+    costs = layer_costs(model, config.data.seq_length)
+    return partition_layers(costs.layers, costs.first, costs.last, config.parallel.pp)
+
+
+def describe_stage(
+    config: Config, model: ModelConfig, coordinates: Mapping[str, int], tp: TensorParallel
+) -> tuple[GPT, dict[str, ShardSpec]]:
+    """The decoder of one rank on the meta device and the ShardSpec of each of its parameters, without any process."""
+    pp, stage = config.parallel.pp, coordinates["pp"]
+    layers = stage_layers(config, model)[stage]
+    with torch.device("meta"):
+        decoder = GPT(model, layers, first=stage == 0, last=stage == pp - 1)
+    specs = parallelize(decoder, tp, config.parallel.vocab_multiple, model.tie_word_embeddings)
+    if model.tie_word_embeddings and pp > 1:
+        both = Replication("pp", (0, pp - 1), "partial")
+        for name in ("embedding.word.weight", "head.weight"):
+            if name in specs:
+                specs[name] = specs[name].replicated_over(both)
+    return decoder, specs
+
+
+def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: torch.dtype) -> DecoderStage:
+    """This rank's stage, its parameters in place but not yet given values."""
+    device = topology.device
+    tp = TensorParallel(
+        topology.layout.tp,
+        topology.coordinates["tp"],
+        config.sequence_parallel,
+        topology.group("tp"),
+        sum_in_fp32=config.parallel.tp_sum == "fp32",
+    )
+    decoder, specs = describe_stage(config, model, topology.coordinates, tp)
+    for layer in decoder.layers.values():
+        apply_recompute(layer, config.train.recompute, keeps_rng=model.attention_dropout_rate > 0)
+    if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
+        apply_compile(decoder)
+    sharded = ShardedModel(
+        decoder,
+        decoder_blocks(decoder, specs),
+        config.zero.stage,
+        topology.communicator("dp"),
+        dtype=dtype,
+        grad_dtype=DTYPES[config.train.grad_dtype],
+        device=device,
+        reduce_bucket_size=config.zero.reduce_bucket_size,
+        allgather_bucket_size=config.zero.allgather_bucket_size,
+    )
+    contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
+    return DecoderStage(decoder, sharded, contexts, tp, device)
+
+
+# What selective recompute keeps: matrix products, attention and collectives. The rest is cheap to do again.
+_KEPT = ("mm", "addmm", "bmm", "baddbmm")
+_KEPT_PREFIXES = ("_scaled_dot_product", "all_reduce", "reduce_scatter", "all_gather", "wait_tensor")
+
+
+def _keep(context, operation, *args, **kwargs) -> CheckpointPolicy:
+    name = operation.name().split("::")[-1].split(".")[0]
+    kept = name in _KEPT or name.startswith(_KEPT_PREFIXES)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_recompute(layer: nn.Module, recompute: str, keeps_rng: bool) -> None:
+    """Let a layer's backward compute its activations again: all of them (``full``), or all that are cheap."""
+    if recompute == "none":
+        return
+    options = {"use_reentrant": False, "preserve_rng_state": keeps_rng}
+    if recompute == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+    layer.forward = functools.partial(checkpoint, layer.forward, **options)
+
+
+def apply_compile(decoder: GPT) -> None:
+    """torch.compile each layer, the final norm and the loss. Hooks stay outside: they run in eager Python."""
+    for layer in decoder.layers.values():
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+    if decoder.head is not None:
+        decoder.final_norm.forward = torch.compile(decoder.final_norm.forward, fullgraph=True, dynamic=False)
+        decoder.head.chunk_loss = torch.compile(decoder.head.chunk_loss, fullgraph=True, dynamic=False)

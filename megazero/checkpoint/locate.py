@@ -1,0 +1,103 @@
+"""Where checkpoints are: directory names under a root, and the newest whole one.
+
+root/step_00000100             a whole checkpoint, committed by a rename
+root/step_00000100.replaced    the former checkpoint of that step, for the instant its successor takes its name
+root/.step_00000200.saving     a save under way, or the rest of one cut off
+root/.step_00000050.removing   a checkpoint being deleted
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+from megazero.checkpoint import manifest
+from megazero.errors import CheckpointError
+
+REPLACED, SAVING, REMOVING = ".replaced", ".saving", ".removing"
+_STEP = re.compile(r"step_(\d{8,})(\.replaced)?")
+_LEFTOVER = re.compile(r"\.step_\d{8,}\.(saving|removing)")
+
+
+def step_directory(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+def step_directories(root: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every committed checkpoint under a root, oldest first, whole or not."""
+    found = []
+    for entry in os.scandir(root):
+        match = _STEP.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found.append((int(match[1]), match[2] is None, root / entry.name))
+    return [(step, path) for step, _, path in sorted(found)]
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What saves and deletions that were cut off have left behind."""
+    return sorted(root / entry.name for entry in os.scandir(root) if _LEFTOVER.fullmatch(entry.name))
+
+
+def read_whole(directory: Path) -> manifest.Manifest:
+    """The manifest of a checkpoint all of whose files are there in full size; else CheckpointError.
+
+    The bytes inside are not read: that is ``Checkpoint.verify``.
+    """
+    contents = manifest.read(directory)
+    for file in contents.files:
+        path = directory / file.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: missing ({error.strerror}), so the checkpoint cannot be loaded") from error
+        if size != file.size:
+            raise CheckpointError(f"{path}: {size} bytes, {file.size} were written: the file is damaged or cut short")
+    return contents
+
+
+def newest_or_none(root: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint under a root, None where no save was ever finished there.
+
+    One that is not whole is passed over with a warning that names the damage; if none is whole, CheckpointError.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        return None
+    problems = []
+    for _, directory in reversed(step_directories(root)):
+        try:
+            read_whole(directory)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            warnings.warn(f"passing over a checkpoint that is not whole: {problem}; using {directory}", stacklevel=2)
+        return directory
+    if problems:
+        raise CheckpointError(f"{root}: no whole checkpoint. " + "; ".join(problems))
+    return None
+
+
+def newest(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint that a path means: itself, or the newest whole one under it. CheckpointError if there is none."""
+    path = Path(path)
+    if (path / manifest.NAME).exists() or _STEP.fullmatch(path.name):
+        replaced = path.with_name(path.name + REPLACED)
+        if not path.exists() and replaced.exists():
+            path = replaced
+        if path.is_dir():
+            read_whole(path)
+            return path
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such checkpoint directory")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: a file; a checkpoint is a directory with a {manifest.NAME}")
+    found = newest_or_none(path)
+    if found is None:
+        hint = "a checkpoint is a directory step_XXXXXXXX, or a directory that holds some"
+        if (path / "config.json").exists():
+            hint = "it is a Hugging Face directory: give it as model.init_from"
+        raise CheckpointError(f"{path}: holds no megazero checkpoint; {hint}")
+    return found

@@ -1,0 +1,187 @@
+"""manifest.json: what a checkpoint holds and where, with a checksum for every byte of it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.errors import CheckpointError
+from megazero.sharding import Rectangle
+
+NAME = "manifest.json"
+FORMAT, VERSION = "megazero checkpoint", 1
+_CHECKSUM_LINE = '{{"checksum": "{:08x}",\n'
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of one global tensor, float32, row-major, at byte ``start`` of ``file``."""
+
+    file: str
+    kind: str
+    name: str
+    box: Rectangle
+    start: int
+    checksum: int
+
+    @property
+    def key(self) -> str:
+        return chunk_key(self.kind, self.name, self.box)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return 4 * self.box.numel
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of one rank alone, e.g. the state of its random generators; ``dtype`` as safetensors spells it."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's file: its size in bytes, the CRC-32 of its safetensors header, what is in it."""
+
+    name: str
+    size: int
+    header_checksum: int
+    chunks: tuple[Chunk, ...]
+    state: tuple[StateTensor, ...]
+
+    @property
+    def header_size(self) -> int:
+        """Bytes before the first tensor."""
+        return min((tensor.start for tensor in (*self.chunks, *self.state)), default=self.size)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``parameters``: global name → global shape. ``files``: by rank."""
+
+    step: int
+    meta: dict[str, Any]
+    parameters: dict[str, tuple[int, ...]]
+    files: tuple[RankFile, ...]
+
+
+def chunk_key(kind: str, name: str, box: Rectangle) -> str:
+    """The tensor's name inside its safetensors file."""
+    return f"{kind}/{name}@{','.join(map(str, box.offsets))}"
+
+
+def uncovered(box: Rectangle, by: Iterable[Rectangle]) -> list[Rectangle]:
+    """What is left of a box after taking these boxes out of it, as disjoint boxes."""
+    left = [box] if box.numel else []
+    for hole in by:
+        if not left:
+            break
+        left = [rest for piece in left for rest in _subtract(piece, hole)]
+    return left
+
+
+def _subtract(box: Rectangle, hole: Rectangle) -> list[Rectangle]:
+    common = box.intersect(hole)
+    if common is None:
+        return [box]
+    rests, offsets, shape = [], list(box.offsets), list(box.shape)
+    for dim, (low, count) in enumerate(zip(common.offsets, common.shape, strict=True)):
+        for start, end in ((offsets[dim], low), (low + count, offsets[dim] + shape[dim])):
+            if end > start:
+                rest_offsets, rest_shape = offsets.copy(), shape.copy()
+                rest_offsets[dim], rest_shape[dim] = start, end - start
+                rests.append(Rectangle(tuple(rest_offsets), tuple(rest_shape)))
+        offsets[dim], shape[dim] = low, count
+    return rests
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The file's bytes. The first line holds the CRC-32 of all that follow it, so no byte goes unchecked."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "world_size": len(manifest.files),
+        "meta": manifest.meta,
+        "parameters": {
+            name: {"shape": shape, "dtype": "float32"} for name, shape in sorted(manifest.parameters.items())
+        },
+        "files": [
+            {
+                "name": file.name,
+                "size": file.size,
+                "header_checksum": file.header_checksum,
+                "chunks": [
+                    {
+                        "key": chunk.key,
+                        "kind": chunk.kind,
+                        "name": chunk.name,
+                        "offsets": chunk.box.offsets,
+                        "shape": chunk.box.shape,
+                        "start": chunk.start,
+                        "checksum": chunk.checksum,
+                    }
+                    for chunk in file.chunks
+                ],
+                "state": [vars(tensor) for tensor in file.state],
+            }
+            for file in manifest.files
+        ],
+    }
+    rest = json.dumps(body, separators=(",", ":"))[1:].encode() + b"\n"
+    return _CHECKSUM_LINE.format(zlib.crc32(rest)).encode() + rest
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory; CheckpointError where it is missing, damaged or of a newer format."""
+    path = directory / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: holds no {NAME}: it is no checkpoint, or a damaged one") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    line, _, rest = data.partition(b"\n")
+    if line + b"\n" != _CHECKSUM_LINE.format(zlib.crc32(rest)).encode():
+        raise CheckpointError(
+            f"{path}: damaged ({len(data)} bytes, checksum does not match). Restore it from a copy, "
+            f"or remove {directory} to go back to the checkpoint before it"
+        )
+    body = json.loads(data)
+    if body["format"] != FORMAT or body["version"] > VERSION:
+        raise CheckpointError(
+            f"{path}: version {body['version']} of the format, this program reads up to {VERSION}: update megazero"
+        )
+    return _decode(body)
+
+
+def _decode(body: dict[str, Any]) -> Manifest:
+    files = []
+    for file in body["files"]:
+        chunks = tuple(
+            Chunk(
+                file["name"],
+                chunk["kind"],
+                chunk["name"],
+                Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"])),
+                chunk["start"],
+                chunk["checksum"],
+            )
+            for chunk in file["chunks"]
+        )
+        state = tuple(
+            StateTensor(t["key"], t["dtype"], tuple(t["shape"]), t["start"], t["checksum"]) for t in file["state"]
+        )
+        files.append(RankFile(file["name"], file["size"], file["header_checksum"], chunks, state))
+    parameters = {name: tuple(entry["shape"]) for name, entry in body["parameters"].items()}
+    return Manifest(body["step"], body["meta"], parameters, tuple(files))

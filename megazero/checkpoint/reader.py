@@ -1,0 +1,226 @@
+"""Loading: any box of any global tensor, from whichever files hold parts of it."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.checkpoint import files, locate, manifest
+from megazero.errors import CheckpointError
+from megazero.sharding import Rectangle
+
+_MAX_OPEN_FILES = 32
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a checkpoint, or the newest whole one under a directory; CheckpointError where there is none."""
+    return Checkpoint(locate.newest(path))
+
+
+class Checkpoint:
+    """A whole checkpoint on disk.
+
+    ``step``; ``meta``: what was saved with it; ``parameters``: global name → global shape; ``world_size``: how
+    many ranks saved it. Nothing is read before it is asked for, every byte read is checked against its
+    checksum, and at most one chunk beyond the result is held in memory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        contents = locate.read_whole(directory)
+        self.step: int = contents.step
+        self.meta: dict[str, Any] = contents.meta
+        self.parameters: dict[str, tuple[int, ...]] = contents.parameters
+        self._files = {file.name: file for file in contents.files}
+        self._ranks = contents.files
+        self._chunks: dict[tuple[str, str], list[manifest.Chunk]] = {}
+        for file in contents.files:
+            for chunk in file.chunks:
+                self._chunks.setdefault((chunk.kind, chunk.name), []).append(chunk)
+        self._open: dict[str, int] = {}
+        self._checked: set[tuple[str, int, int]] = set()
+        self._last: tuple[manifest.Chunk, torch.Tensor] | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self._ranks)
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is a tensor of this kind for the parameter; weights-only checkpoints have no moments."""
+        return (kind, name) in self._chunks or (kind == "weight" and name in self.parameters)
+
+    def read(self, kind: str, name: str, box: Rectangle | None = None) -> torch.Tensor:
+        """A box of a global tensor (the whole of it if none is given), float32, on the CPU, of the box's shape."""
+        if box is None:
+            shape = self._shape(name)
+            box = Rectangle((0,) * len(shape), shape)
+        result = torch.empty(box.shape, dtype=torch.float32)
+        for chunk, part in self._sources(kind, name, box):
+            result[part.within(box)] = self._read_chunk(chunk)[part.within(chunk.box)]
+        return result
+
+    def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
+        """What that rank, of ``world_size``, saved for itself alone."""
+        file = self._ranks[rank]
+        result = {}
+        for tensor in file.state:
+            dtype = files.DTYPES[tensor.dtype]
+            empty = torch.empty(tensor.shape, dtype=dtype)
+            size = empty.numel() * dtype.itemsize
+            data = self._read_bytes(file.name, tensor.start, size, tensor.checksum, f"state {tensor.key}")
+            result[tensor.key] = torch.frombuffer(data, dtype=dtype).reshape(tensor.shape) if data else empty
+        return result
+
+    def verify(self, boxes: Iterable[tuple[str, str, Rectangle]] | None = None) -> None:
+        """Checks every byte that reading these (kind, name, box) needs, or every byte there is.
+
+        Raises CheckpointError naming file and tensor. Called before any state is touched, it makes loading
+        all or nothing. Chunks found good are not checked again when they are read.
+        """
+        if boxes is not None:
+            for kind, name, box in boxes:
+                for chunk, _ in self._sources(kind, name, box):
+                    self._check(chunk)
+            return
+        for rank, file in enumerate(self._ranks):
+            self._descriptor(file.name)
+            for chunk in file.chunks:
+                self._check(chunk)
+            self.rank_state(rank)
+
+    def check_matches(self, parameters: Mapping[str, Sequence[int]]) -> None:
+        """CheckpointError unless the checkpoint's parameters are exactly these (global name → global shape)."""
+        wanted = {name: tuple(shape) for name, shape in parameters.items()}
+        problems = [
+            ("lacks", [name for name in wanted if name not in self.parameters]),
+            ("has in excess", [name for name in self.parameters if name not in wanted]),
+            (
+                "has in another shape",
+                [
+                    f"{name} {list(self.parameters[name])}, not {list(shape)}"
+                    for name, shape in wanted.items()
+                    if name in self.parameters and self.parameters[name] != shape
+                ],
+            ),
+        ]
+        told = [
+            f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+            for what, names in problems
+            if names
+        ]
+        if told:
+            raise CheckpointError(
+                f"{self.path}: is of another model: it {'; it '.join(told)}. Give the model settings that it was "
+                f"saved with, or the checkpoint as model.init_from, or another checkpoint.dir"
+            )
+
+    def close(self) -> None:
+        """Closes the files; reading opens them again."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+        self._last = None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # __init__ may have raised before there was anything to close.
+        if hasattr(self, "_open"):
+            self.close()
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.parameters:
+            raise CheckpointError(f"{self.path}: holds no parameter {name}: it is of another model")
+        return self.parameters[name]
+
+    def _sources(self, kind: str, name: str, box: Rectangle) -> list[tuple[manifest.Chunk, Rectangle]]:
+        """Disjoint parts that make up a box, each with a chunk that holds it."""
+        shape = self._shape(name)
+        outside = len(shape) != len(box.shape) or any(
+            o + n > s for o, n, s in zip(box.offsets, box.shape, shape, strict=True)
+        )
+        if outside:
+            raise CheckpointError(
+                f"{self.path}: is of another model: its {name} has shape {list(shape)}, which does not hold {box}"
+            )
+        left, sources = [box] if box.numel else [], []
+        for chunk in self._chunks.get((kind, name), ()):
+            rest = []
+            for piece in left:
+                common = piece.intersect(chunk.box)
+                if common is None:
+                    rest.append(piece)
+                    continue
+                sources.append((chunk, common))
+                rest.extend(manifest.uncovered(piece, [common]))
+            left = rest
+            if not left:
+                break
+        if left:
+            have = (
+                "it holds weights only; to start from it, give it as model.init_from"
+                if not self.has(kind, name)
+                else f"{left[0]} is missing"
+            )
+            raise CheckpointError(f"{self.path}: no {kind} of {name}: {have}")
+        return sources
+
+    def _read_chunk(self, chunk: manifest.Chunk) -> torch.Tensor:
+        if self._last is None or self._last[0] is not chunk:
+            what = f"{chunk.kind} of {chunk.name}"
+            data = self._read_bytes(chunk.file, chunk.start, chunk.size, chunk.checksum, what)
+            self._last = chunk, torch.frombuffer(data, dtype=torch.float32).reshape(chunk.box.shape)
+        return self._last[1]
+
+    def _check(self, chunk: manifest.Chunk) -> None:
+        if (chunk.file, chunk.start, chunk.size) not in self._checked:
+            self._read_chunk(chunk)
+
+    def _read_bytes(self, file: str, start: int, size: int, checksum: int, what: str) -> bytearray:
+        """Bytes of a file, checked the first time."""
+        data = bytearray(size)
+        descriptor, view = self._descriptor(file), memoryview(data)
+        try:
+            while view:
+                count = os.preadv(descriptor, [view], start + size - len(view))
+                if count == 0:
+                    raise CheckpointError(self._damage(file, f"ends inside {what}"))
+                view = view[count:]
+        except OSError as error:
+            raise CheckpointError(self._damage(file, f"{what} cannot be read: {error.strerror}")) from error
+        if (file, start, size) not in self._checked:
+            if zlib.crc32(data) != checksum:
+                raise CheckpointError(self._damage(file, f"the checksum of {what} does not match"))
+            self._checked.add((file, start, size))
+        return data
+
+    def _descriptor(self, name: str) -> int:
+        """An open descriptor, the file's safetensors header checked."""
+        if name not in self._open:
+            if len(self._open) >= _MAX_OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            file = self._files[name]
+            try:
+                self._open[name] = os.open(self.path / name, os.O_RDONLY)
+                header = os.pread(self._open[name], file.header_size, 0)
+            except OSError as error:
+                raise CheckpointError(self._damage(name, f"cannot be read: {error.strerror}")) from error
+            if zlib.crc32(header) != file.header_checksum:
+                os.close(self._open.pop(name))
+                raise CheckpointError(self._damage(name, "the checksum of its safetensors header does not match"))
+        return self._open[name]
+
+    def _damage(self, file: str, what: str) -> str:
+        return (
+            f"{self.path / file}: damaged: {what}. Restore the file from a copy, "
+            f"or remove {self.path} to go back to the checkpoint before it"
+        )

@@ -1,0 +1,113 @@
+"""Finding where a value stopped being finite, by running the step again with every module watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megazero.errors import DivergenceError
+from megazero.stage import DecoderStage
+from megazero.topology import Topology
+
+
+class Phase(IntEnum):
+    """In which part of a step a value is not finite; the earlier part is the likelier cause."""
+
+    WEIGHTS = 0
+    FORWARD = 1
+    BACKWARD = 2
+    REDUCTION = 3
+
+
+class Finding(NamedTuple):
+    """``order``: how many checks of its phase came before it on its rank."""
+
+    phase: Phase
+    order: int
+    what: str
+
+
+class FiniteWatch:
+    """Notes the first weight, module output and gradient that is not finite on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._first: dict[Phase, Finding] = {}
+        self._checks = dict.fromkeys(Phase, 0)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks on every module and parameter; layers run uncompiled, so that hooks inside them are called."""
+        compiled = [(m, m.__dict__.pop("forward")) for m in self.model.modules() if "forward" in m.__dict__]
+        hooks = [
+            module.register_forward_hook(self._on_output(name or "the stage"))
+            for name, module in self.model.named_modules()
+        ]
+        hooks += [
+            parameter.register_hook(partial(self._check, Phase.BACKWARD, f"the gradient of {name}"))
+            for name, parameter in self.model.named_parameters()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, forward in compiled:
+                module.forward = forward
+
+    def _on_output(self, name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                self._check(Phase.FORWARD, f"the output of {name}", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._check, Phase.BACKWARD, f"the gradient at the output of {name}"))
+
+        return hook
+
+    def _check(self, phase: Phase, what: str, tensor: torch.Tensor) -> None:
+        self._checks[phase] += 1
+        if phase not in self._first and not bool(torch.isfinite(tensor).all()):
+            self._first[phase] = Finding(phase, self._checks[phase], what)
+
+    def finding(self, stage: DecoderStage) -> Finding | None:
+        """The earliest on this rank, or None where all is finite here. ``stage``: its gradients are looked at too."""
+        for name, parameter in stage.sharded.named_parameters():
+            self._check(Phase.WEIGHTS, f"the weight {name}", parameter)
+        for block in stage.sharded.blocks:
+            for entry in block.layout.entries if block.grad is not None else ():
+                self._check(
+                    Phase.REDUCTION, f"the reduced gradient of {entry.name}", block.grad[entry.start : entry.end]
+                )
+        return self._first[min(self._first)] if self._first else None
+
+
+def raise_divergence(step: int, samples: range, finding: Finding | None, topology: Topology) -> None:
+    """Raise DivergenceError, the same on every rank, naming the earliest finding over all ranks."""
+    findings: list[Finding | None] = [finding]
+    if topology.layout.world_size > 1:
+        findings = [None] * topology.layout.world_size
+        dist.all_gather_object(findings, finding)
+    found = [(f, topology.layout.coordinates(rank)["pp"], rank) for rank, f in enumerate(findings) if f]
+    where = "run again, the same step was finite: suspect the hardware of one of the nodes"
+    if found:
+        # Forward flows down the stages, gradients up: the earliest along the way is the cause. Ranks of one stage
+        # make the same checks in the same order, and what one of them has wrong reaches the others later.
+        def place(found: tuple[Finding, int, int]) -> tuple[int, int, int, int]:
+            finding, pp, rank = found
+            return finding.phase, pp if finding.phase <= Phase.FORWARD else -pp, finding.order, rank
+
+        finding, _, rank = min(found, key=place)
+        coordinates = ", ".join(f"{axis} {c}" for axis, c in topology.layout.coordinates(rank).items())
+        where = f"first in {finding.what} on rank {rank} ({coordinates})"
+    raise DivergenceError(
+        f"step {step}: the gradient is not finite, {where}. Weights are those before this step; nothing was saved "
+        f"after it. It read samples {samples.start} to {samples.stop - 1}. Lower optimizer.lr, lengthen "
+        f"optimizer.warmup_steps, or look at these samples"
+    )

@@ -1,0 +1,301 @@
+"""The engine: one rank's part of a training run, from settings to steps, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import deque
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megazero import restore
+from megazero.build import DTYPES, build_stage
+from megazero.config import Config
+from megazero.diagnose import FiniteWatch, raise_divergence
+from megazero.launch.environment import ProcessEnvironment, process_environment
+from megazero.optim.schedule import learning_rate
+from megazero.optim.step import OptimizerStep, StepSums
+from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
+from megazero.pipeline.executor import Executor
+from megazero.pipeline.p2p import Transfers
+from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
+from megazero.restore import resolve_model
+from megazero.signals import StopRequest
+from megazero.stage import MicroBatch
+from megazero.telemetry.sinks import check_sinks
+from megazero.telemetry.telemetry import Telemetry
+from megazero.topology import Topology
+
+__all__ = ["BatchSource", "Engine", "Metrics", "resolve_model"]
+
+
+class BatchSource(Protocol):
+    """Where micro-batches come from: a pure function of the position in the sample order."""
+
+    def read(
+        self, first: int, dp_rank: int, dp_size: int, global_batch_size: int, micro_batch_size: int
+    ) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches of the global batch that starts at position ``first``."""
+        ...
+
+
+class Metrics(NamedTuple):
+    """One step's numbers; ``loss`` and ``grad_norm`` are float64 scalars still on the device."""
+
+    step: int
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    lr: float
+
+
+class Engine:
+    """Trains the decoder that ``config`` describes. Every rank makes the same calls in the same order.
+
+    Making one starts the process group (unless one exists), builds this rank's share of the model and loads it: from
+    the newest checkpoint in ``checkpoint.dir``, else from ``model.init_from``, else it is initialised. Use it as a
+    context manager, so that the process group and the metrics end with it.
+
+    Attributes: ``step``: optimizer steps taken; ``consumed_samples``: samples they have read.
+
+    Raises ConfigError and CheckpointError before GPU memory is taken where the settings or the checkpoint are wrong.
+    """
+
+    def __init__(self, config: Config, environment: ProcessEnvironment | None = None) -> None:
+        environment = environment or process_environment()
+        self.config, self.model_config = config, config.model.architecture
+        config.validate_world(environment.world_size)
+        check_sinks(config.log)
+        start = restore.find_start(config)
+        self._started = time.monotonic()
+        self.device = _device(environment)
+        _set_numerics(config, self.device)
+        self._owns_group = _start_process_group(config, environment, self.device)
+        layout = config.layout(environment.world_size)
+        self.topology = Topology(layout, environment.rank, self.device)
+        precision = config.train.precision
+        if precision == "auto":
+            precision = "bf16" if self.device.type == "cuda" else "fp32"
+        self.stage = build_stage(config, self.model_config, self.topology, DTYPES[precision])
+        self.optimizer = OptimizerStep(
+            self.stage.sharded, self.topology, config.optimizer, config.train, fp16=precision == "fp16"
+        )
+        self.step = self.consumed_samples = 0
+        torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
+        self._restored = restore.load_start(start, self)
+        self._schedules()
+        self._executor = Executor(self.stage, self._transfers(DTYPES[precision]))
+        self._stop = StopRequest()
+        self._stop_flags: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._logged_step = self.step
+        self._saved_step = self.step if self._restored.in_own_directory else -1
+        self.writer = restore.open_writer(self)
+        self.telemetry = Telemetry(
+            config, self.model_config, layout, self.device, environment.rank, self._restored.run_id, self.step
+        )
+        if self._restored.message:
+            self.telemetry.message(self._restored.message)
+        # What lives as long as the run is never looked at again by the garbage collector.
+        gc.collect()
+        gc.freeze()
+
+    def __enter__(self) -> Engine:
+        self._stop.install()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._stop.uninstall()
+        self.telemetry.close()
+        gc.unfreeze()
+        # After an error other ranks may be inside a collective: leave it to the process's end.
+        if self._owns_group and error is None:
+            dist.destroy_process_group()
+
+    @property
+    def dp_size(self) -> int:
+        return self.topology.layout.dp
+
+    def _schedules(self) -> None:
+        parallel = self.config.parallel
+        stages, count = parallel.pp, self.config.micro_batches(self.dp_size)
+        train, evaluation = build_schedule(parallel.schedule, stages, count), evaluation_schedule(stages, count)
+        bounds = [activation_bound(parallel.schedule, stages, count, stage) for stage in range(stages)]
+        check_schedule(train, count, bounds)
+        check_evaluation_schedule(evaluation, count)
+        self._train_actions: list[Action] = train[self.topology.coordinates["pp"]]
+        self._eval_actions: list[Action] = evaluation[self.topology.coordinates["pp"]]
+
+    def _transfers(self, dtype: torch.dtype) -> Transfers | None:
+        layout = self.topology.layout
+        if layout.pp == 1:
+            return None
+        tokens = self.config.train.micro_batch_size * self.config.data.seq_length
+        shape = (self.stage.tp.local_tokens(tokens), self.model_config.hidden_size)
+        ranks = layout.along(self.topology.rank, "pp")
+        return Transfers(self.topology.group("pp"), ranks, shape, dtype, self.device)
+
+    def running(self) -> bool:
+        """Whether another step is to be taken; asked by every rank between steps."""
+        if self.step >= self.config.train.steps:
+            return False
+        if self._stop_agreed():
+            self.telemetry.message(f"stopping after step {self.step}: {self._stop.reason or 'another rank asked to'}")
+            return False
+        return True
+
+    def _stop_agreed(self) -> bool:
+        # The flag of the step before the last: its value has long arrived, so the device keeps a step to work on.
+        if len(self._stop_flags) < 2:
+            return False
+        flag, event = self._stop_flags.popleft()
+        if event is not None:
+            event.synchronize()
+        return bool(flag > 0)
+
+    def train_batch(self, source: BatchSource) -> Metrics:
+        """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
+        micro_batches = self._read(source, self.consumed_samples)
+        lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
+        sums = self._forward_backward(micro_batches, lr)
+        self.step += 1
+        self.consumed_samples += self.config.train.global_batch_size
+        self._note_stop_flag(sums.stop)
+        interval = self.config.log.interval
+        if interval and (self.step % interval == 0 or self.step == self.config.train.steps):
+            self._log(sums, lr, source)
+        return Metrics(self.step, sums.loss, sums.grad_norm, lr)
+
+    def _read(self, source: BatchSource, first: int) -> list[MicroBatch]:
+        train, coordinates = self.config.train, self.topology.coordinates
+        return source.read(first, coordinates["dp"], self.dp_size, train.global_batch_size, train.micro_batch_size)
+
+    def _forward_backward(self, micro_batches: list[MicroBatch], lr: float) -> StepSums:
+        normalizer = self.config.train.global_batch_size * self.config.data.seq_length
+        self.stage.loss_weight = self.optimizer.loss_scale / normalizer if self.optimizer.fp16 else 1 / normalizer
+        self.stage.model.train()
+        loss = self._run(self._train_actions, micro_batches)
+        stop = self._stop.requested(self._started, self.config.train.time_limit)
+        return self.optimizer.run(self.step + 1, lr, loss, self._tokens(micro_batches), normalizer, stop)
+
+    def _run(self, actions: list[Action], micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """Σ loss of this rank's micro-batches where it is the one that reports them, else 0: float64, on the device."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def on_loss(loss: torch.Tensor) -> None:
+            if self._reports_loss:
+                total.add_(loss)
+
+        self._executor.run(actions, micro_batches, on_loss)
+        return total
+
+    @property
+    def _reports_loss(self) -> bool:
+        return self.stage.model.head is not None and self.topology.coordinates["tp"] == 0
+
+    def _tokens(self, micro_batches: list[MicroBatch]) -> float:
+        """Unmasked tokens, where this rank reports the loss."""
+        if not self._reports_loss:
+            return 0.0
+        return sum(float(micro_batch["weights"].sum(dtype=torch.float64)) for micro_batch in micro_batches)
+
+    def _note_stop_flag(self, flag: torch.Tensor) -> None:
+        if self.device.type != "cuda":
+            self._stop_flags.append((flag, None))
+            return
+        pinned = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        pinned.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._stop_flags.append((pinned, event))
+
+    def _log(self, sums: StepSums, lr: float, source: BatchSource) -> None:
+        self._raise_if_diverged(source)
+        train = self.config.train
+        tokens = (self.step - self._logged_step) * train.global_batch_size * self.config.data.seq_length
+        self._logged_step = self.step
+        extra = {"loss_scale": float(self.optimizer.loss_scale)} if self.optimizer.fp16 else {}
+        self.telemetry.log_step(
+            self.step, float(sums.loss), float(sums.grad_norm), lr, self.consumed_samples, tokens, extra
+        )
+
+    def _raise_if_diverged(self, source: BatchSource) -> None:
+        """Where the flag of a gradient that was not finite is up: find out where, and stop. Waits for the device."""
+        bad_step = int(self.optimizer.bad_step)
+        if not bad_step:
+            return
+        size = self.config.train.global_batch_size
+        first = self.consumed_samples - (self.step - bad_step + 1) * size
+        watch = FiniteWatch(self.stage.model)
+        with watch.watching():
+            self._run(self._train_actions, self._read(source, first))
+        self.stage.sharded.wait_for_gradients()
+        raise_divergence(bad_step, range(first, first + size), watch.finding(self.stage), self.topology)
+
+    def due(self, interval: int) -> bool:
+        """Whether the step just taken is a multiple of ``interval``; never where that is 0."""
+        return bool(interval) and self.step % interval == 0
+
+    @torch.no_grad()
+    def eval_batch(self, source: BatchSource, first: int) -> tuple[torch.Tensor, float]:
+        """(Σ loss as a float64 scalar on the device, tokens) of this rank's share of one global batch."""
+        micro_batches = self._read(source, first)
+        self.stage.loss_weight = 1.0
+        self.stage.model.eval()
+        return self._run(self._eval_actions, micro_batches), self._tokens(micro_batches)
+
+    def evaluate(self, source: BatchSource) -> float:
+        """Mean loss over the unmasked tokens of the first ``train.eval_steps`` global batches of ``source``."""
+        with self.telemetry.paused():
+            sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for batch in range(self.config.train.eval_steps):
+                loss, tokens = self.eval_batch(source, batch * self.config.train.global_batch_size)
+                sums += torch.stack((loss, torch.full_like(loss, tokens)))
+            if self.topology.world.size > 1:
+                self.topology.world.all_reduce([sums]).wait()
+            loss = float(sums[0] / sums[1].clamp(min=1))
+        self.telemetry.log_eval(self.step, loss)
+        return loss
+
+    def save(self, source: BatchSource) -> None:
+        """Write a checkpoint of the step just taken, where ``checkpoint.dir`` is set and it is not there already.
+
+        ``source``: read again if the run has diverged, to say where; a diverged run is not saved.
+        """
+        if self.writer is None or self._saved_step == self.step:
+            return
+        self._raise_if_diverged(source)
+        with self.telemetry.paused():
+            restore.save(self, self.writer)
+        self._saved_step = self.step
+        self.telemetry.message(f"saved step {self.step} in {self.config.checkpoint.dir}")
+
+
+def _device(environment: ProcessEnvironment) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _set_numerics(config: Config, device: torch.device) -> None:
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _start_process_group(config: Config, environment: ProcessEnvironment, device: torch.device) -> bool:
+    """Whether this call made the default process group."""
+    if environment.world_size == 1 or dist.is_initialized():
+        return False
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timedelta(seconds=config.train.timeout),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return True

@@ -1,0 +1,226 @@
+"""Where a run starts from, and how its state goes to and from a checkpoint.
+
+[Note: all or nothing]
+Everything a rank will read is checked first, and the ranks agree that it was good; only then is any state touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megazero.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    ChunkData,
+    Group,
+    OneProcess,
+    TorchGroup,
+    newest,
+    newest_or_none,
+    open_checkpoint,
+    raise_together,
+)
+from megazero.config import Config, with_model
+from megazero.convert import CheckpointWeights, Weights, model_of, open_weights
+from megazero.models.config import ModelConfig
+from megazero.models.init import draw
+from megazero.models.parameters import parameter_shapes
+from megazero.sharding import Rectangle, is_counted
+from megazero.zero.block import Block, Reader
+
+if TYPE_CHECKING:
+    from megazero.engine import Engine
+
+# Checkpoint kind → the block's state it holds.
+STATES = {"weight": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+@dataclass
+class Start:
+    """What a run starts from: a checkpoint to resume, else weights to begin with, else neither."""
+
+    resume: Checkpoint | None = None
+    weights: Weights | None = None
+
+
+@dataclass
+class Restored:
+    """``run_id``: of the metrics. ``in_own_directory``: the state is on disk in checkpoint.dir already."""
+
+    run_id: str | None = None
+    in_own_directory: bool = False
+    message: str | None = None
+
+
+def _resumed_path(config: Config) -> Path | None:
+    """The checkpoint the run continues, None where it starts anew. Raises CheckpointError."""
+    where = config.checkpoint.resume
+    if where == "auto":
+        return newest_or_none(config.checkpoint.dir) if config.checkpoint.dir else None
+    return None if where == "never" else newest(where)
+
+
+def resolve_model(config: Config, world_size: int | None = None) -> Config:
+    """``config`` with the architecture that ``model.init_from`` stands for, and every rule checked again.
+
+    A run that is resumed takes it from its checkpoint: ``init_from`` need not exist any more. Raises ConfigError,
+    CheckpointError or ConvertError.
+    """
+    if config.model.known:
+        return config
+    resumed = _resumed_path(config)
+    if resumed is None:
+        return with_model(config, open_weights(config.model.init_from).config, world_size=world_size)
+    with open_checkpoint(resumed) as checkpoint:
+        return with_model(config, model_of(checkpoint), world_size=world_size)
+
+
+def find_start(config: Config) -> Start:
+    """What the run starts from; opens and checks names and shapes, reads no weights."""
+    resumed = _resumed_path(config)
+    shapes = parameter_shapes(config.model.architecture)
+    if resumed is not None:
+        checkpoint = open_checkpoint(resumed)
+        checkpoint.check_matches(shapes)
+        return Start(resume=checkpoint)
+    if config.model.init_from:
+        return Start(weights=open_weights(config.model.init_from))
+    return Start()
+
+
+def group_of(engine: Engine) -> Group:
+    return TorchGroup() if engine.topology.layout.world_size > 1 else OneProcess()
+
+
+def load_start(start: Start, engine: Engine) -> Restored:
+    """Give every parameter its value, and the optimizer its state where a run is resumed."""
+    blocks, group = engine.stage.sharded.blocks, group_of(engine)
+    if start.resume is not None:
+        return _resume(start.resume, engine, group)
+    if start.weights is not None:
+        weights = start.weights
+        if isinstance(weights, CheckpointWeights):
+            _verify(weights.checkpoint, blocks, ("weight",), group)
+        for block in blocks:
+            block.load_master(lambda name, shape, box: weights.read(name, box))
+        return Restored(message=f"weights from {engine.config.model.init_from}")
+    read = _initial_values(engine.model_config, engine.config.train.seed, engine.device)
+    for block in blocks:
+        block.load_master(read)
+    return Restored()
+
+
+def _initial_values(model: ModelConfig, seed: int, device: torch.device) -> Reader:
+    """Draws global tensors, one held at a time: a block asks for the boxes of one tensor in a row."""
+
+    @functools.lru_cache(maxsize=1)
+    def whole(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return draw(model, name, shape, seed, device)
+
+    def read(name: str, shape: tuple[int, ...], box: Rectangle) -> torch.Tensor:
+        return whole(name, shape)[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
+
+    return read
+
+
+def _verify(checkpoint: Checkpoint, blocks: list[Block], kinds: tuple[str, ...], group: Group) -> None:
+    error: Exception | None = None
+    try:
+        checkpoint.verify(
+            (kind, piece.name, box)
+            for kind in kinds
+            for block in blocks
+            for _, piece, box in block.layout.boxes(*block.owned)
+        )
+    except Exception as caught:
+        error = caught
+    raise_together(group, error)
+
+
+def _load(blocks: list[Block], checkpoint: Checkpoint) -> None:
+    for kind, attribute in STATES.items():
+
+        def read(name: str, shape: tuple[int, ...], box: Rectangle, kind: str = kind) -> torch.Tensor:
+            return checkpoint.read(kind, name, box)
+
+        for block in blocks:
+            if kind == "weight":
+                block.load_master(read)
+            else:
+                block.load(getattr(block, attribute), read)
+
+
+def _resume(checkpoint: Checkpoint, engine: Engine, group: Group) -> Restored:
+    _verify(checkpoint, engine.stage.sharded.blocks, tuple(STATES), group)
+    _load(engine.stage.sharded.blocks, checkpoint)
+    meta, optimizer = checkpoint.meta, engine.optimizer
+    engine.step, engine.consumed_samples = meta["step"], meta["consumed_samples"]
+    optimizer.adam.count.fill_(meta["optimizer_steps"])
+    if optimizer.fp16 and meta["loss_scale"] is not None:
+        optimizer.loss_scale.fill_(meta["loss_scale"])
+        optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
+    same = meta["layout"] == _layout(engine)
+    if same:
+        _set_rng(checkpoint.rank_state(engine.topology.rank), engine.device)
+    directory = engine.config.checkpoint.dir
+    own = directory is not None and checkpoint.path.parent.resolve() == Path(directory).resolve()
+    how = "" if same else f", saved by another layout ({_spelled(meta['layout'])})"
+    return Restored(meta["run_id"], own, f"resumed step {engine.step} from {checkpoint.path}{how}")
+
+
+def _layout(engine: Engine) -> dict[str, int]:
+    layout = engine.topology.layout
+    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+
+
+def _spelled(layout: dict[str, int]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in layout.items())
+
+
+def _set_rng(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["rng_cpu"])
+    if device.type == "cuda" and "rng_cuda" in state:
+        torch.cuda.set_rng_state(state["rng_cuda"], device)
+
+
+def open_writer(engine: Engine) -> CheckpointWriter | None:
+    """The run's writer; None where nothing is saved."""
+    settings = engine.config.checkpoint
+    if settings.dir is None:
+        return None
+    return CheckpointWriter(settings.dir, group_of(engine), settings.keep, engine.step)
+
+
+def save(engine: Engine, writer: CheckpointWriter) -> None:
+    """Write the state after the step just taken."""
+    optimizer = engine.optimizer
+    meta: dict[str, Any] = {
+        "model": engine.model_config.model_dump(mode="json"),
+        "config": engine.config.model_dump(mode="json"),
+        "layout": _layout(engine),
+        "step": engine.step,
+        "consumed_samples": engine.consumed_samples,
+        "optimizer_steps": int(optimizer.adam.count),
+        "loss_scale": float(optimizer.loss_scale) if optimizer.fp16 else None,
+        "loss_scale_good_steps": int(optimizer.good_steps) if optimizer.fp16 else None,
+        "run_id": engine.telemetry.run_id,
+    }
+    rank_state = {"rng_cpu": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        rank_state["rng_cuda"] = torch.cuda.get_rng_state(engine.device)
+    writer.save(engine.step, _chunks(engine), rank_state, meta)
+
+
+def _chunks(engine: Engine) -> Iterator[ChunkData]:
+    """This rank's slice of every block's state, each element saved by one rank only."""
+    for kind, attribute in STATES.items():
+        for block in engine.stage.sharded.blocks:
+            for piece, box, tensor in block.chunks(getattr(block, attribute)):
+                if is_counted(piece, engine.topology.coordinates):
+                    yield ChunkData(kind, piece.name, box, piece.global_shape, tensor)

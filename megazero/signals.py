@@ -1,0 +1,40 @@
+"""Requests to stop after the step under way: SIGTERM, SIGINT, or a time limit."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+
+class StopRequest:
+    """Notes a signal; the ranks then agree on the step. A second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Take over SIGTERM and SIGINT; only a main thread may."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def uninstall(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.reason = f"received {signal.Signals(number).name}"
+
+    def requested(self, started: float, time_limit: float) -> bool:
+        """Whether this rank wants to stop. ``started``: by time.monotonic(); ``time_limit``: minutes, 0 for none."""
+        if self.reason is None and time_limit and time.monotonic() - started > 60 * time_limit:
+            self.reason = f"train.time_limit of {time_limit:g} minutes is over"
+        return self.reason is not None

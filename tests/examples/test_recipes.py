@@ -1,0 +1,196 @@
+"""What the recipes would start: each is run with a Python that records the launch in place of making it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.config import Config, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+LAYOUT = ("TP", "PP", "ZERO", "MBS", "GBS", "NPROC", "MODEL", "SEQ", "STEPS", "DATA", "OUT", "PYTHON", "PYTHONPATH")
+
+RECORDER = """#!/usr/bin/env bash
+case "$1 $2 $3" in
+    "-m megazero launch" | "-m torch.distributed.run"*) printf '%s\\n' "$@" >"$RECORD" ;;
+    "-c import torch; print(torch.cuda.device_count())"*) echo "${GPUS:-0}" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+class Recipes:
+    """Runs scripts of examples/ in a folder whose name has a space."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "a folder"
+        self.folder.mkdir()
+        self.record = self.folder / "record"
+        recorder = self.folder / "python"
+        recorder.write_text(RECORDER.replace("{python}", f"'{sys.executable}'"))
+        recorder.chmod(0o755)
+        for name, text in (("srun", 'shift; exec "$@"'), ("scontrol", "echo node-a; echo node-b")):
+            (self.folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+            (self.folder / name).chmod(0o755)
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        kept = {key: value for key, value in os.environ.items() if key not in LAYOUT}
+        kept |= {"PYTHON": str(self.folder / "python"), "RECORD": str(self.record), "OUT": str(self.folder / "out")}
+        kept |= {"DATA": "prefix", "PATH": f"{self.folder}:{kept['PATH']}"} | environment
+        self.record.unlink(missing_ok=True)
+        return subprocess.run(
+            ["bash", str(EXAMPLES / script), *arguments], env=kept, cwd=self.folder, capture_output=True, text=True
+        )
+
+    def launched(self, script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
+        """(the launcher's arguments, those of pretrain/gpt.py)."""
+        done = self.run(script, *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        words = self.record.read_text().splitlines()
+        split = words.index(str(ROOT / "pretrain" / "gpt.py"))
+        return words[:split], words[split + 1 :]
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Recipes:
+    return Recipes(tmp_path)
+
+
+def parsed(flags: list[str], processes: int) -> Config:
+    return load_config(flags, world_size=processes, needs_data=False)
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch"))
+)
+def test_scripts_are_sound_bash(script: str):
+    subprocess.run(["bash", "-n", str(EXAMPLES / script)], check=True)
+
+
+def test_single_gpu(recipes: Recipes):
+    launcher, flags = recipes.launched("single_gpu.sh", "--train.steps", "7", MBS="2", GBS="4", SEQ="128", ZERO="0")
+    assert launcher == ["-m", "megazero", "launch", "--nproc", "1"]
+    config = parsed(flags, 1)
+    assert config.train.steps == 7 and config.train.micro_batch_size == 2 and config.train.global_batch_size == 4
+    assert config.data.seq_length == 128 and config.zero.stage == 0 and config.model.preset == "gpt2-124m"
+    assert config.checkpoint.dir == str(recipes.folder / "out" / "checkpoints")
+
+
+@pytest.mark.parametrize("gpus, processes", [("0", 4), ("8", 8)])
+def test_one_node_uses_what_is_there(recipes: Recipes, gpus: str, processes: int):
+    launcher, flags = recipes.launched("one_node.sh", TP="2", PP="2", GPUS=gpus)
+    assert launcher[-1] == str(processes)
+    config = parsed(flags, processes)
+    assert (config.parallel.tp, config.parallel.pp, config.zero.stage) == (2, 2, 1)
+
+
+def test_two_nodes(recipes: Recipes):
+    environment = {"MASTER": "node-a", "NODE_RANK": "1", "NPROC": "4", "TP": "4", "PP": "2"}
+    launcher, flags = recipes.launched("two_nodes.sh", **environment)
+    assert launcher == [
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
+        *("--master-addr", "node-a", "--master-port", "29500"),
+    ]
+    assert parsed(flags, 8).parallel.tp == 4
+    environment.pop("MASTER")
+    failed = recipes.run("two_nodes.sh", **environment)
+    assert failed.returncode != 0 and "MASTER is unset" in failed.stderr
+
+
+def test_slurm(recipes: Recipes):
+    environment = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "42"}
+    environment |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "TP": "8", "MODEL": "llama3-8b"}
+    launcher, flags = recipes.launched("slurm.sbatch", **environment)
+    assert launcher == [
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:20042", "--rdzv-id", "42"),
+    ]
+    assert parsed(flags, 16).parallel.tp == 8
+
+
+@pytest.mark.parametrize(
+    "environment, layout",
+    [
+        ({}, (4, 2, 2)),
+        ({"GPUS": "8"}, (4, 2, 2)),
+        ({"GPUS": "3"}, (2, 2, 1)),
+        ({"GPUS": "1"}, (1, 1, 1)),
+        ({"NPROC": "1"}, (1, 1, 1)),
+        ({"NPROC": "2"}, (2, 2, 1)),
+        ({"NPROC": "3"}, (3, 1, 3)),
+        ({"NPROC": "4"}, (4, 2, 2)),
+        ({"NPROC": "8"}, (8, 2, 2)),
+        ({"NPROC": "4", "TP": "4"}, (4, 4, 1)),
+        ({"NPROC": "4", "PP": "4"}, (4, 1, 4)),
+        ({"NPROC": "2", "PP": "2"}, (2, 1, 2)),
+        ({"NPROC": "4", "TP": "1", "PP": "1"}, (4, 1, 1)),
+        ({"TP": "2", "PP": "1"}, (2, 2, 1)),
+        ({"PP": "3"}, (3, 1, 3)),
+    ],
+)
+def test_quickstart_chooses_a_layout(tmp_path: Path, environment: dict[str, str], layout: tuple[int, int, int]):
+    """Only the choice: the shell function by itself, between a fixed number of GPUs and what was asked for."""
+    script = (EXAMPLES / "quickstart.sh").read_text()
+    function = script[script.index("choose_layout() {") : script.index("# Takes OUT for this run")]
+    program = f'fail() {{ exit 1; }}; gpu_count() {{ echo "${{GPUS:-0}}"; }}\n{function}\nchoose_layout >/dev/null\n'
+    done = subprocess.run(
+        ["bash", "-euc", program + 'echo "$NPROC $TP $PP $MBS"'],
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *chosen, micro_batch_size = done.stdout.split()
+    assert tuple(map(int, chosen)) == layout
+    processes, tp, pp = layout
+    flags = ["--config", str(EXAMPLES / "quickstart.yaml"), "--parallel.tp", str(tp), "--parallel.pp", str(pp)]
+    parsed([*flags, "--train.micro_batch_size", micro_batch_size, "--checkpoint.dir", "somewhere"], processes)
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"NPROC": "4", "GPUS": "2"}, "4 processes need 4 GPUs and there are 2"),
+        ({"NPROC": "3", "TP": "2"}, "tp x pp = 2 x 1 does not divide 3 processes"),
+        (
+            {"NPROC": "3", "TP": "1", "PP": "1"},
+            "dp = 3 (3 processes / tp x pp = 1 x 1) does not divide the batch of 16",
+        ),
+    ],
+)
+def test_quickstart_says_in_one_line_why_not(recipes: Recipes, environment: dict[str, str], message: str):
+    failed = recipes.run("quickstart.sh", **environment)
+    assert failed.returncode != 0 and failed.stderr.count("\n") == 1 and message in failed.stderr
+    assert not (recipes.folder / "out").exists()
+
+
+def test_sweep_prints_one_table_with_reasons(recipes: Recipes):
+    """The launch is replaced: it writes the metrics that a run would have, or fails."""
+    script = """#!/usr/bin/env bash
+case "$1 $2 $3" in
+    "-m megazero launch")
+        while [ "$1" != "--log.jsonl" ]; do
+            if [ "$1 $2" = "--parallel.tp 3" ]; then echo "parallel.tp: 3 does not divide"; exit 2; fi
+            shift
+        done
+        for step in 5 10 15; do
+            echo "{\\"step\\": $step, \\"loss\\": 2.5, \\"tokens_per_second\\": $((step * 1000)),\\
+                \\"model_tflops_per_gpu\\": 1.5, \\"mfu\\": 0.25, \\"memory_allocated_peak\\": 2147483648}"
+        done | tr -d '\\n' | sed 's/}/}\\n/g' >"$2" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+    (recipes.folder / "python").write_text(script.replace("{python}", f"'{sys.executable}'"))
+    done = recipes.run("sweep_layouts.sh", LAYOUTS="1 1 1 2, 3 1 1 2", NPROC="2")
+    assert done.returncode == 0, done.stderr
+    heading, _, first, second = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()
+    )
+    assert heading == ["layout", "tokens/s", "TFLOP/s per GPU", "MFU", "peak memory GiB", "loss"]
+    assert first == ["tp1-pp1-zero1-mbs2", "12,500", "1.50", "25.0%", "2.0", "2.5000"]
+    assert second == ["tp3-pp1-zero1-mbs2", "parallel.tp: 3 does not divide"]

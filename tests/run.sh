@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Sets up what the tests need, unless it is there, and runs pytest with the arguments given.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tests/python_env.sh
+need_python test torch numpy sentencepiece einops wandb pydantic safetensors yaml rich \
+    transformers tokenizers tiktoken pyarrow zstandard tensorboard pytest ruff setuptools wheel megatron.core
+exec "$PYTHON" -m pytest "$@"

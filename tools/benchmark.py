@@ -1,0 +1,157 @@
+"""Measures training speed: tokens/s per GPU, model TFLOP/s, MFU and peak memory, on random tokens.
+
+    python tools/benchmark.py --model.preset gpt3-1.3b --data.seq_length 2048 --train.micro_batch_size 4 ...
+    megazero launch --nproc 4 tools/benchmark.py --parallel.tp 2 --parallel.pp 2 --model.preset llama3.2-1b ...
+
+Settings are those of pretrain/gpt.py; no data is needed. Prints a JSON line and a row of a Markdown table. FLOPs per
+token = 6 x (matmul parameters, head included) + 6 x layers x (heads x head size) x sequence length: causal attention
+counts half, recomputation not at all. MFU is against the GPU's dense 16-bit peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from megazero.config import Config, load_config
+from megazero.engine import Engine
+from megazero.launch.environment import process_environment
+from megazero.launch.errors import report_errors
+from megazero.models.parameters import flops_per_token, parameter_count
+from megazero.telemetry.commit import running_commit
+from megazero.telemetry.peaks import device_peak_flops
+
+
+class RandomTokens:
+    """Batches of uniformly random tokens. Zeros would not do: a GPU multiplies them with less power, hence faster."""
+
+    def __init__(self, vocab_size: int, seq_length: int) -> None:
+        self._vocab_size, self._seq_length = vocab_size, seq_length
+
+    def read(
+        self, first: int, dp_rank: int, dp_size: int, global_batch_size: int, micro_batch_size: int
+    ) -> list[dict[str, torch.Tensor]]:
+        """This rank's micro-batches; every position of the sample order has tokens of its own."""
+        stride = dp_size * micro_batch_size
+        starts = range(first + dp_rank * micro_batch_size, first + global_batch_size, stride)
+        return [self._micro_batch(start, micro_batch_size) for start in starts]
+
+    def _micro_batch(self, start: int, size: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(start)
+        return {
+            "tokens": torch.randint(self._vocab_size, (size, self._seq_length + 1), generator=generator),
+            "weights": torch.ones(size, self._seq_length),
+            "samples": torch.arange(start, start + size),
+        }
+
+
+def measure(engine: Engine, source: RandomTokens, warmup: int, steps: int) -> tuple[float, float]:
+    """(seconds per step, loss of the last step) over ``steps`` steps after ``warmup`` that do not count."""
+    for _ in range(warmup):
+        engine.train_batch(source)
+    _synchronise(engine)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        metrics = engine.train_batch(source)
+    _synchronise(engine)
+    return (time.perf_counter() - begin) / steps, float(metrics.loss)
+
+
+def _synchronise(engine: Engine) -> None:
+    """Wait for the devices of all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+
+
+def peak_memory(engine: Engine) -> int | None:
+    """Bytes allocated at the highest point, of the rank that needs most; None on a CPU."""
+    if engine.device.type != "cuda":
+        return None
+    peak = torch.tensor(torch.cuda.max_memory_allocated(engine.device), device=engine.device)
+    if dist.is_initialized():
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return int(peak)
+
+
+def report(engine: Engine, seconds: float, loss: float, peak: int | None, command: str) -> dict[str, Any]:
+    """Everything a figure needs beside it: what was run, from which commit, on what."""
+    config, layout, device = engine.config, engine.topology.layout, engine.device
+    train, seq_length = config.train, config.data.seq_length
+    tokens = train.global_batch_size * seq_length / seconds / layout.world_size
+    flops = tokens * flops_per_token(engine.model_config, seq_length)
+    precision = train.precision if train.precision != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+    chip_peak = device_peak_flops(device, precision)
+    return {
+        "command": command,
+        "commit": running_commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "parameters": parameter_count(engine.model_config),
+        "layout": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero_stage": config.zero.stage},
+        "micro_batch_size": train.micro_batch_size,
+        "global_batch_size": train.global_batch_size,
+        "seq_length": seq_length,
+        "precision": precision,
+        "seconds_per_step": seconds,
+        "tokens_per_second_per_gpu": tokens,
+        "model_tflops_per_gpu": flops / 1e12,
+        "mfu": flops / chip_peak if chip_peak else None,
+        "memory_allocated_peak": peak,
+        "loss": loss,
+    }
+
+
+def table_row(config: Config, found: dict[str, Any]) -> str:
+    """The report as a row of README's table."""
+    layout, peak, mfu = found["layout"], found["memory_allocated_peak"], found["mfu"]
+    cells = (
+        config.model.preset or f"{found['parameters'] / 1e6:.0f}M",
+        f"tp={layout['tp']} pp={layout['pp']} dp={layout['dp']} zero={layout['zero_stage']}",
+        f"{found['micro_batch_size']} / {found['global_batch_size']} x {found['seq_length']}",
+        f"{found['tokens_per_second_per_gpu']:,.0f}",
+        f"{found['model_tflops_per_gpu']:.1f}",
+        f"{mfu:.1%}" if mfu is not None else "unknown",
+        f"{peak / 2**30:.1f}" if peak is not None else "unknown",
+        (found["commit"] or "unknown")[:10],
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts (default: 10)")
+    parser.add_argument("--measure", type=int, default=20, help="steps that are timed (default: 20)")
+    own, settings = parser.parse_known_args(argv)
+    environment = process_environment()
+    steps = own.warmup + own.measure
+    # Neither logging nor saving: both would wait for the device.
+    settings += ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]
+    config = load_config(settings, world_size=environment.world_size, needs_data=False)
+    source = RandomTokens(config.model.vocab_size, config.data.seq_length)
+    with Engine(config, environment) as engine:
+        seconds, loss = measure(engine, source, own.warmup, own.measure)
+        peak = peak_memory(engine)
+        if environment.rank == 0:
+            found = report(engine, seconds, loss, peak, shlex.join(["tools/benchmark.py", *argv]))
+            print(json.dumps(found))
+            print(table_row(config, found))
+
+
+if __name__ == "__main__":
+    with report_errors():
+        main(sys.argv[1:])
