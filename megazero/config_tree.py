@@ -91,10 +91,10 @@ class ZeroSection(Section):
 
     stage: int = Field(0, ge=0, le=3, description="0: nothing; 1: the optimizer state")
     reduce_bucket_size: int = Field(
-        500_000_000, ge=1, description="elements; gradients are reduced in buckets of whole layers up to this size"
+        40_000_000, ge=1, description="elements; gradients are reduced in buckets of whole layers up to this size"
     )
     allgather_bucket_size: int = Field(
-        500_000_000, ge=1, description="elements; updated parameters are gathered in buckets up to this size"
+        40_000_000, ge=1, description="elements; updated parameters are gathered in buckets up to this size"
     )
 
 

@@ -16,6 +16,7 @@ from megazero import restore
 from megazero.build import DTYPES, build_stage
 from megazero.config import Config
 from megazero.diagnose import FiniteWatch, raise_divergence
+from megazero.errors import LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.optim.schedule import learning_rate
 from megazero.optim.step import OptimizerStep, StepSums
@@ -98,6 +99,8 @@ class Engine:
         )
         if self._restored.message:
             self.telemetry.message(self._restored.message)
+        if self.step >= config.train.steps:
+            self.telemetry.message(f"all of train.steps = {config.train.steps} are done; raise it to go on")
         # What lives as long as the run is never looked at again by the garbage collector.
         gc.collect()
         gc.freeze()
@@ -276,6 +279,12 @@ class Engine:
 def _device(environment: ProcessEnvironment) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if environment.local_rank >= count:
+        raise LaunchError(
+            f"{environment.local_rank + 1} processes or more on a machine of {count} GPUs: start at most {count} per "
+            f"machine, or set CUDA_VISIBLE_DEVICES= to nothing to use the CPU"
+        )
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
     return device
@@ -288,7 +297,11 @@ def _set_numerics(config: Config, device: torch.device) -> None:
 
 
 def _start_process_group(config: Config, environment: ProcessEnvironment, device: torch.device) -> bool:
-    """Whether this call made the default process group."""
+    """Whether this call made the default process group.
+
+    It is not bound to a device: torch would then make every further group by splitting it, which all ranks must join,
+    and groups here are made by their members alone.
+    """
     if environment.world_size == 1 or dist.is_initialized():
         return False
     dist.init_process_group(
@@ -296,6 +309,5 @@ def _start_process_group(config: Config, environment: ProcessEnvironment, device
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=config.train.timeout),
-        device_id=device if device.type == "cuda" else None,
     )
     return True
