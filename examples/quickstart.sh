@@ -42,9 +42,9 @@ choose_layout() {
     fi
     [ $((NPROC % (TP * PP))) -eq 0 ] || fail "tp x pp = $TP x $PP does not divide $NPROC processes"
     DP=$((NPROC / (TP * PP)))
-    # Of the 16 samples of a step, half the share of a process at a time, so that a pipeline has two micro-batches.
-    [ $((16 % DP)) -eq 0 ] || fail "dp = $DP ($NPROC processes / tp x pp = $TP x $PP) does not divide the batch of 16"
-    MBS=$((DP == 16 ? 1 : 8 / DP))
+    # Of the 8 samples of a step, half the share of a process at a time, so that a pipeline has two micro-batches.
+    [ $((8 % DP)) -eq 0 ] || fail "dp = $DP ($NPROC processes / tp x pp = $TP x $PP) does not divide the batch of 8"
+    MBS=$((DP == 8 ? 1 : 4 / DP))
 }
 
 # Takes OUT for this run alone; where another run has it, a directory beside it.

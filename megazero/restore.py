@@ -129,7 +129,10 @@ def _initial_values(model: ModelConfig, seed: int, device: torch.device) -> Read
     return read
 
 
-def _verify(checkpoint: Checkpoint, blocks: list[Block], kinds: tuple[str, ...], group: Group) -> None:
+def _verify(
+    checkpoint: Checkpoint, blocks: list[Block], kinds: tuple[str, ...], group: Group, rank_state: bool = False
+) -> None:
+    """See [Note: all or nothing]. ``rank_state``: what each rank saved for itself alone will be read too."""
     error: Exception | None = None
     try:
         checkpoint.verify(
@@ -138,6 +141,8 @@ def _verify(checkpoint: Checkpoint, blocks: list[Block], kinds: tuple[str, ...],
             for block in blocks
             for _, piece, box in block.layout.boxes(*block.owned)
         )
+        if rank_state:
+            checkpoint.rank_state(group.rank)
     except Exception as caught:
         error = caught
     raise_together(group, error)
@@ -157,7 +162,8 @@ def _load(blocks: list[Block], checkpoint: Checkpoint) -> None:
 
 
 def _resume(checkpoint: Checkpoint, engine: Engine, group: Group) -> Restored:
-    _verify(checkpoint, engine.stage.sharded.blocks, tuple(STATES), group)
+    same = checkpoint.meta["layout"] == _layout(engine)
+    _verify(checkpoint, engine.stage.sharded.blocks, tuple(STATES), group, rank_state=same)
     _load(engine.stage.sharded.blocks, checkpoint)
     meta, optimizer = checkpoint.meta, engine.optimizer
     engine.step, engine.consumed_samples = meta["step"], meta["consumed_samples"]
@@ -165,7 +171,6 @@ def _resume(checkpoint: Checkpoint, engine: Engine, group: Group) -> Restored:
     if optimizer.fp16 and meta["loss_scale"] is not None:
         optimizer.loss_scale.fill_(meta["loss_scale"])
         optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
-    same = meta["layout"] == _layout(engine)
     if same:
         _set_rng(checkpoint.rank_state(engine.topology.rank), engine.device)
     directory = engine.config.checkpoint.dir

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megazero import comm
-from megazero.tensor_parallel.mappings import TensorParallel, gather_tokens, partial_product, sum_over_ranks
+from megazero.tensor_parallel.mappings import TensorParallel, gather_tokens, partial_product, rounded, sum_over_ranks
 
 CHUNK_ELEMENTS = 1 << 27  # logits per chunk: 512 MiB in float32
 
@@ -88,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_TH = torch.cat(grad_x) if several else grad_x[0]
             if group is not None:
                 grad_TH = sum_over_ranks(grad_TH, group, tp.sequence_parallel)
-            ctx.save_for_backward(grad_TH.to(x_TH.dtype), grad_weight.to(weight_VH.dtype))
+            ctx.save_for_backward(rounded(grad_TH, x_TH.dtype), rounded(grad_weight, weight_VH.dtype))
         return loss
 
     @staticmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megazero.tensor_parallel.mappings import TensorParallel, gather_tokens, partial_product, sum_over_ranks
+from megazero.tensor_parallel.mappings import TensorParallel, gather_tokens, partial_product, rounded, sum_over_ranks
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -27,7 +27,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad_x = partial_product(grad, weight, ctx.in_fp32)
-        grad_x = sum_over_ranks(grad_x, ctx.group, ctx.sequence_parallel).to(x.dtype)
+        grad_x = rounded(sum_over_ranks(grad_x, ctx.group, ctx.sequence_parallel), x.dtype)
         grad_bias = grad.sum(0) if ctx.has_bias else None
         return grad_x, grad.t() @ x, grad_bias, None, None, None
 
@@ -39,7 +39,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.has_bias = bias is not None
         y = sum_over_ranks(partial_product(x, weight.t(), in_fp32), group, sequence_parallel)
-        return (y if bias is None else y + bias).to(x.dtype)
+        return rounded(y if bias is None else y + bias, x.dtype)
 
     @staticmethod
     def backward(ctx, grad):

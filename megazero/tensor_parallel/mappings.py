@@ -59,3 +59,12 @@ def partial_product(a: torch.Tensor, b: torch.Tensor, in_fp32: bool) -> torch.Te
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` in ``dtype``.
+
+    [Note: no cast without effect in an autograd.Function] torch.compile of torch 2.11 takes the result of a ``.to``
+    that changes nothing for a detached tensor: a Function whose forward returns it gets zeros for a gradient, silently.
+    """
+    return x if x.dtype == dtype else x.to(dtype)

@@ -159,7 +159,7 @@ def test_quickstart_chooses_a_layout(tmp_path: Path, environment: dict[str, str]
         ({"NPROC": "3", "TP": "2"}, "tp x pp = 2 x 1 does not divide 3 processes"),
         (
             {"NPROC": "3", "TP": "1", "PP": "1"},
-            "dp = 3 (3 processes / tp x pp = 1 x 1) does not divide the batch of 16",
+            "dp = 3 (3 processes / tp x pp = 1 x 1) does not divide the batch of 8",
         ),
     ],
 )

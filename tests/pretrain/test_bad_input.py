@@ -14,19 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.engine.tiny import ROOT, run_script, tiny
-
-GPT2 = ROOT / "tests" / "fixtures" / "oracle" / "gpt2-tied" / "hf_init"
-
-
-@pytest.fixture(scope="module")
-def place(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with data, a finished run of one step in run/, and a Hugging Face model in hf/: to be copied."""
-    directory = tmp_path_factory.mktemp("place")
-    shutil.copytree(corpus, directory, dirs_exist_ok=True)
-    shutil.copytree(GPT2, directory / "hf")
-    run_script(tiny(directory, {"train.steps": 1, "checkpoint.dir": directory / "run"}))
-    return directory
+from tests.engine.tiny import run_script, tiny
 
 
 def without_sizes(changes: dict) -> dict:

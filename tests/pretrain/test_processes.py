@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import signal
 import subprocess
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from megazero.checkpoint import manifest, newest
 from tests.engine.tiny import ROOT, SCRIPT, flags, rank_files, run_script, series, steps_in, tiny
-from tests.pretrain.test_bad_input import flip, listing, only_file
+from tests.pretrain.test_bad_input import flip, listing
 
 NUMBERS = ("loss", "grad_norm", "lr", "consumed_samples")
 CONSTANT = {"optimizer.schedule": "constant"}
@@ -145,24 +148,61 @@ def test_a_finished_run_is_not_done_again(
     assert (listing(tmp_path / "run"), (tmp_path / "run.jsonl").read_text()) == before
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_bad_input_under_the_launcher(corpus: Path, tmp_path: Path, nproc: int) -> None:
-    """Found by all ranks, or by one whose share of a checkpoint is damaged: told once, repeated by the launcher."""
-    if nproc == 4:
-        settings, words = tiny(corpus, {"model.vocab_size": 256, "parallel.tp": 2}), "has a vocabulary of 257 entries"
-    else:
-        settings = tiny(corpus, {"checkpoint.dir": tmp_path / "run"})
-        run_script(settings | {"train.steps": 1})
-        flip(only_file(tmp_path, "rank_*"), -1000)
-        words = "damaged: the checksum of"
+def damage(place: Path) -> None:
+    """Flip a bit in the weight of a layer that is the last stage's."""
+    directory = newest(place / "run")
+    (file,) = manifest.read(directory).files
+    (chunk,) = [c for c in file.chunks if (c.kind, c.name) == ("weight", "layers.2.mlp.down.weight")]
+    flip(directory / file.name, chunk.start)
+
+
+def test_bad_input_under_the_launcher(place: Path, tmp_path: Path) -> None:
+    """One rank's share of a checkpoint is damaged: told once, repeated by the launcher, nothing written."""
+    here = tmp_path / "here"
+    shutil.copytree(place, here)
+    damage(here)
     before = listing(tmp_path)
-    launcher = launch(tmp_path, nproc, settings)
+    launcher = launch(tmp_path, 2, tiny(here, {"checkpoint.dir": here / "run", "parallel.pp": 2}))
     out, err = launcher.communicate(timeout=300)
     assert (launcher.returncode, out) == (2, "")
-    first, *rest, last = err.splitlines()
-    assert first.startswith("error: ") and words in first and not any("error:" in line for line in rest)
-    assert last.startswith("megazero launch: rank ") and words in last
-    assert "Traceback" not in err and listing(tmp_path) == before
+    first, last = err.splitlines()
+    words = "rank_00000.safetensors: damaged: the checksum of weight of layers.2.mlp.down.weight does not match"
+    assert first.startswith("error: ") and words in first and words in last
+    assert last.startswith("megazero launch: rank ") and listing(tmp_path) == before
+
+
+def failures(runs: dict[str, dict]) -> dict[str, tuple[int, str]]:
+    """Exit code and standard error of each run on this rank."""
+    found = {}
+    for name, settings in runs.items():
+        with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as ending:
+            run_script(settings)
+        found[name] = ending.value.code, err.getvalue()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bad_input_on_real_ranks(place: Path, tmp_path: Path, ranks: Callable, world_size: int) -> None:
+    """Every rank ends, in step with the others and with the same message, also where only one has a reason to."""
+    here = tmp_path / "here"
+    shutil.copytree(place, here)
+    damage(here)
+    run, parallel = {"checkpoint.dir": here / "run"}, {"parallel.pp": 2, "zero.stage": world_size // 4}
+    runs = {
+        "damaged: the checksum of weight of layers.2.mlp.down.weight": {**run, **parallel},
+        "is of another model": {**run, **parallel, "model.num_layers": 4},
+        "holds step 1 of another run": {**run, **parallel, "checkpoint.resume": "never"},
+        "has a vocabulary of 257 entries": {**parallel, "model.vocab_size": 256},
+        "log.jsonl: cannot write": {**parallel, "log.jsonl": here / "train.bin" / "metrics.jsonl"},
+        "train.global_batch_size: 8 is not a multiple": {**parallel, "train.micro_batch_size": 3},
+    }
+    before = listing(tmp_path)
+    for found in ranks(world_size, failures, {words: tiny(here, changes) for words, changes in runs.items()}):
+        for words, (code, err) in found.items():
+            assert code == 2 and "Traceback" not in err
+            # Where no launcher watches over them, ranks other than the first keep what is plain to all to themselves.
+            assert err.count("error: ") <= 1 and (not err or words in err)
+    assert listing(tmp_path) == before
 
 
 def test_the_script_fits_on_a_screen() -> None:

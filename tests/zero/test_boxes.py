@@ -22,7 +22,7 @@ def ranges(draw: st.DrawFn) -> tuple[Piece, int, int]:
     return Piece("x", around, Rectangle(offsets, shape)), start, end
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(ranges())
 def test_boxes_are_the_elements_of_the_range_in_order(drawn: tuple[Piece, int, int]) -> None:
     piece, start, end = drawn
@@ -38,7 +38,7 @@ def test_boxes_are_the_elements_of_the_range_in_order(drawn: tuple[Piece, int, i
     assert position == end
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(ranges())
 def test_a_range_of_a_matrix_is_at_most_three_boxes(drawn: tuple[Piece, int, int]) -> None:
     piece, start, end = drawn

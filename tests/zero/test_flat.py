@@ -22,7 +22,7 @@ shapes = st.one_of(
     st.tuples(st.integers(0, 400)),
     st.tuples(st.integers(1, 30), st.integers(0, 40)),
 )
-quick = settings(derandomize=True, deadline=None, max_examples=200)
+quick = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def specs_of(drawn: list[tuple[int, ...]]) -> dict[str, ShardSpec]:

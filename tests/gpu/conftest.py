@@ -1,0 +1,24 @@
+"""Tests marked ``gpu(count)`` run where there are that many CUDA devices, and test_skips.py runs after all others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine import tiny
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.cuda.device_count()
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is not None and devices < marker.args[0]:
+            item.add_marker(pytest.mark.skip(f"needs {marker.args[0]} CUDA devices, there are {devices}"))
+    items.sort(key=lambda item: item.path.name == "test_skips.py")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_corpus(tmp_path_factory.mktemp("corpus"))

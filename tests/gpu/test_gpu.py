@@ -1,0 +1,120 @@
+"""P1, P2 and P5 on CUDA devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.tiny import (
+    ROOT,
+    SCRIPT,
+    assert_close,
+    assert_weights_close,
+    flags,
+    open_run,
+    rank_files,
+    run_script,
+    series,
+    state,
+    tiny,
+)
+
+pytestmark = pytest.mark.gpu(1)
+
+NUMBERS = ("loss", "grad_norm", "lr", "consumed_samples")
+
+
+@pytest.fixture
+def sync_is_an_error() -> Iterator[None]:
+    """Once torch.cuda.set_sync_debug_mode("error") was called, it ends with the test."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """train.deterministic, which sets a mode of the whole process, ends with the test."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.compile": False},
+        {"train.compile": True},
+        {"train.compile": False, "train.precision": "fp16", "train.recompute": "full"},
+    ],
+    ids=["eager", "compiled", "fp16 recompute"],
+)
+def test_steady_steps_never_wait_for_the_gpu(corpus: Path, sync_is_an_error: None, changes: dict) -> None:
+    """P5: after the first steps, none copies anything to the host and waits for it until a logging step."""
+    settings = tiny(corpus, {"train.precision": "bf16", "train.micro_batch_size": 4, "log.interval": 8, **changes})
+    engine, train, _ = open_run(settings)
+    with engine:
+        while engine.running():
+            if engine.step == 3:
+                torch.cuda.set_sync_debug_mode("error")
+            if engine.step == 7:
+                torch.cuda.set_sync_debug_mode("default")
+            metrics = engine.train_batch(train)
+    assert engine.step == 8 and torch.isfinite(metrics.loss)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "changes",
+    [{"parallel.tp": 2}, {"parallel.pp": 2}, {"zero.stage": 1}],
+    ids=["tp2", "pp2", "dp2 zero1"],
+)
+def test_two_gpus_do_what_one_does(corpus: Path, tmp_path: Path, changes: dict) -> None:
+    """P1 over NCCL, in float32: to the tolerances of the reference runs."""
+    common = {"train.compile": False, "train.micro_batch_size": 2}
+    one, two = (
+        common | {"checkpoint.dir": tmp_path / name, "log.jsonl": tmp_path / f"{name}.jsonl"} for name in ("one", "two")
+    )
+    run_script(tiny(corpus, one))
+    command = ["-m", "megazero", "launch", "--nproc", "2", str(SCRIPT), *flags(tiny(corpus, two | changes))]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    names = ("loss", "grad_norm")
+    assert_close(series(tmp_path / "two.jsonl", *names), series(tmp_path / "one.jsonl", *names))
+    assert_weights_close(state(tmp_path / "two"), state(tmp_path / "one"))
+
+
+def test_resume_is_bitwise_with_deterministic_kernels(corpus: Path, tmp_path: Path, deterministic: None) -> None:
+    """P2, with dropout."""
+    changes = {
+        "train.precision": "bf16",
+        "train.compile": False,
+        "train.deterministic": True,
+        "model.dropout": 0.1,
+        "model.attention_dropout": 0.1,
+        "optimizer.schedule": "constant",
+    }
+    whole, broken = (
+        changes | {"checkpoint.dir": tmp_path / name, "log.jsonl": tmp_path / f"{name}.jsonl"}
+        for name in ("whole", "broken")
+    )
+    run_script(tiny(corpus, whole), tiny(corpus, broken | {"train.steps": 4}), tiny(corpus, broken))
+    assert series(tmp_path / "broken.jsonl", *NUMBERS) == series(tmp_path / "whole.jsonl", *NUMBERS)
+    assert rank_files(tmp_path / "broken") == rank_files(tmp_path / "whole")
+
+
+def test_bf16_and_compile_stay_near_fp32(corpus: Path, tmp_path: Path) -> None:
+    """Rounding in bf16 moves a loss by some thousandths; a wrong kernel or a lost gradient by far more."""
+    losses = {}
+    for name, changes in {
+        "fp32": {"train.precision": "fp32", "train.compile": False},
+        "bf16": {"train.precision": "bf16", "train.compile": False},
+        "compiled": {"train.precision": "bf16", "train.compile": True},
+    }.items():
+        run_script(tiny(corpus, {**changes, "log.jsonl": tmp_path / f"{name}.jsonl"}))
+        losses[name] = torch.tensor([loss for (loss,) in series(tmp_path / f"{name}.jsonl", "loss").values()])
+    for name in ("bf16", "compiled"):
+        torch.testing.assert_close(losses[name], losses["fp32"], rtol=1e-2, atol=0)
