@@ -49,11 +49,14 @@ class RandomTokens:
 
     def _micro_batch(self, start: int, size: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(start)
-        return {
+        micro_batch = {
             "tokens": torch.randint(self._vocab_size, (size, self._seq_length + 1), generator=generator),
             "weights": torch.ones(size, self._seq_length),
             "samples": torch.arange(start, start + size),
         }
+        if not torch.cuda.is_available():
+            return micro_batch
+        return {name: tensor.pin_memory() for name, tensor in micro_batch.items()}
 
 
 def measure(engine: Engine, source: RandomTokens, warmup: int, steps: int) -> tuple[float, float]:

@@ -58,7 +58,8 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="megazero-tests-")
         self._jobs = 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "pytest", "megazero.engine"])
+        # torch imports torch._dynamo at the first collective, which takes seconds: once here, not in every worker.
+        self._context.set_forkserver_preload(["torch._dynamo", "pytest", "megazero.engine"])
 
     def run(self, world_size: int, function: Callable, args: Sequence, kwargs: dict, timeout: float) -> list[Any]:
         """See `run`."""

@@ -99,8 +99,7 @@ def test_14_more_stages_than_layers_are_refused_before_anything_starts() -> None
 # 15
 
 
-@pytest.mark.parametrize("multiple", [1, 128])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("tp", "multiple"), [(1, 1), (1, 128), (2, 1), (2, 128), (4, 1), (4, 128)])
 def test_15_vocabulary_of_50257(tp: int, multiple: int) -> None:
     model = {**GPT2, "num_layers": 1, "hidden_size": 8, "vocab_size": 50257}
     tree = settings(model, (tp, 1, 1), parallel={"vocab_multiple": multiple}, train={"steps": 2, "micro_batch_size": 4})
@@ -110,7 +109,7 @@ def test_15_vocabulary_of_50257(tp: int, multiple: int) -> None:
     assert_close(train(tree, source, weights), plain_loop(tree, source, weights))
 
 
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", [1, 2])
 def test_15_padding_is_out_of_the_loss_after_many_steps_at_a_high_rate(tp: int, pytestconfig: pytest.Config) -> None:
     """The weights the run ends with cost the same in a model that knows no padding. 2000 steps with --whole."""
     model = {**GPT2, "num_layers": 1, "hidden_size": 8, "vocab_size": 101}
@@ -120,7 +119,7 @@ def test_15_padding_is_out_of_the_loss_after_many_steps_at_a_high_rate(tp: int, 
         parallel={"vocab_multiple": 128},
         data={"seq_length": 4},
         optimizer={"lr": 0.05, "min_lr": 0.05, "weight_decay": 0.0},
-        train={"steps": 2000 if pytestconfig.getoption("whole") else 100, "global_batch_size": 1},
+        train={"steps": 2000 if pytestconfig.getoption("whole") else 60, "global_batch_size": 1},
     )
     source = TokenSource(101, 4)
     end = train(tree, source, timeout=1200)
@@ -270,8 +269,7 @@ class _Late:
         self.wait = wait
 
 
-@pytest.mark.parametrize("bucket", [1, 3000, 500_000_000])
-@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(("layout", "bucket"), [((1, 1, 2), 1), ((1, 1, 2), 3000), ((1, 2, 2), 1), ((1, 2, 2), 10**9)])
 def test_19_no_parameter_is_used_before_its_gather_is_done(layout: Layout, bucket: int) -> None:
     source, weights = TokenSource(37, 12), random_weights(ModelConfig(**GPT2))
     trees = [settings(GPT2, layout, zero={"stage": stage, "allgather_bucket_size": bucket}) for stage in (0, 1)]
@@ -343,8 +341,10 @@ def run_and_evaluate(tree: dict[str, Any], source: TokenSource, weights: Weights
         return losses, engine.evaluate(source)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [((1, 1, 1), "1f1b"), ((1, 3, 1), "gpipe"), ((1, 3, 1), "1f1b"), ((2, 2, 1), "1f1b"), ((1, 2, 2), "gpipe")],
+)
 def test_23_the_loss_is_there_on_every_rank_and_in_the_log(
     ranks: Callable, tmp_path: Path, layout: Layout, schedule: str
 ) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
-
 from tests.engine.tiny import ROOT, open_run, run_script, series, tiny
 
 GPT2 = ROOT / "tests" / "fixtures" / "oracle" / "gpt2-tied" / "hf_init"
@@ -37,6 +35,8 @@ def evaluated(corpus: Path, jsonl: Path, changes: dict) -> dict:
 
 def expected(prefix: Path, samples: range) -> float:
     """Mean loss over all tokens of these samples, by transformers in float64."""
+    from transformers import AutoModelForCausalLM  # not where the ranks would import it too
+
     model = AutoModelForCausalLM.from_pretrained(GPT2).double().eval()
     stream = torch.from_numpy(np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64))
     tokens = torch.stack([stream[i * 16 : i * 16 + 17] for i in samples])

@@ -58,6 +58,7 @@ def tiny(corpus: Path, changes: Settings) -> dict[str, Any]:
         "optimizer.warmup_steps": 1,
         "train.steps": 8,
         "train.global_batch_size": 8,
+        "train.micro_batch_size": 4,
         "train.precision": "fp32",
         "log.interval": 1,
         **changes,

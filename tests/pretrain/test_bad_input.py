@@ -47,7 +47,7 @@ BAD: dict[str, Row] = {
     "heads over tp": (3, None, {"parallel.tp": 3}, ("parallel.tp: 3 does not divide", "num_attention_heads = 4")),
     "too few processes": (2, None, {"parallel.tp": 4}, ("parallel.tp:", "needs at least 4 processes and there are 2")),
     "processes left over": (6, None, {"parallel.tp": 2, "parallel.pp": 2}, ("does not divide the 6 processes",)),
-    "batch over dp": (3, None, {}, ("train.global_batch_size: 8 is not a multiple", "use 6 or 9")),
+    "batch over dp": (3, None, {}, ("train.global_batch_size: 8 is not a multiple", "4 x 3 = 12", "use 12")),
     "batch over micro-batch": (1, None, {"train.micro_batch_size": 3}, ("train.global_batch_size: 8", "3 x 1")),
     "layers under pp": (4, None, {"parallel.pp": 4}, ("parallel.pp: 4 stages are more than model.num_layers = 3",)),
     "partition": (2, None, {"parallel.pp": 2, "parallel.partition": (1, 1)}, ("parallel.partition:", "1 + 1 = 2")),
