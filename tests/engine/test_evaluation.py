@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
 from tests.engine.tiny import ROOT, open_run, run_script, series, tiny
 
 GPT2 = ROOT / "tests" / "fixtures" / "oracle" / "gpt2-tied" / "hf_init"

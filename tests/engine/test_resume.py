@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero.checkpoint import newest
+from tests.distributed import harness
 from tests.distributed.harness import RankFailure
 from tests.engine.tiny import (
     assert_close,
@@ -66,11 +67,6 @@ def test_killed_and_resumed_is_bitwise_the_run_that_never_stopped(
     assert rank_files(broken) == rank_files(whole)
 
 
-def stop_short(settings: dict, steps: int) -> dict:
-    """A run that ends early and is then resumed with its real length: what it saved in between is the same."""
-    return settings | {"train.steps": steps, "optimizer.schedule": "constant"}
-
-
 def test_the_loss_scale_goes_on(corpus: Path, tmp_path: Path) -> None:
     """fp16: steps with overflow before and after the stop, and the scale doubling two good steps after one."""
     changes = {
@@ -93,8 +89,6 @@ def test_the_loss_scale_goes_on(corpus: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def cut(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of tp 2, pp 2, dp 2 with ZeRO 1, saved at steps 4 and 8."""
-    from tests.distributed import harness
-
     directory = tmp_path_factory.mktemp("runs") / "cut"
     changes = {"parallel.tp": 2, "parallel.pp": 2, "zero.stage": 1, "checkpoint.save_interval": 4, **places(directory)}
     harness.run(8, run_script, tiny(corpus, changes))
@@ -119,8 +113,19 @@ def test_resumed_in_another_layout(
     assert series(here.with_suffix(".jsonl"), "lr", "consumed_samples") == {s: v for s, v in exact.items() if s > 4}
 
 
+@pytest.mark.parametrize("before, after", [(0, 1), (1, 0)])
+def test_resumed_in_another_zero_stage(corpus: Path, tmp_path: Path, ranks: Callable, before: int, after: int) -> None:
+    whole, here = tmp_path / "whole", tmp_path / "here"
+    ranks(2, run_script, tiny(corpus, {"zero.stage": before, "checkpoint.save_interval": 4, **places(whole)}))
+    changes = {"zero.stage": after, "checkpoint.resume": whole / "step_00000004", **places(here)}
+    ranks(2, run_script, tiny(corpus, changes))
+    wanted = series(whole.with_suffix(".jsonl"), "loss", "grad_norm")
+    assert_close(series(here.with_suffix(".jsonl"), "loss", "grad_norm"), {s: v for s, v in wanted.items() if s > 4})
+    assert_weights_close(state(here), state(whole))
+
+
 def test_loading_twice_is_loading_once(corpus: Path, tmp_path: Path, cut: Path) -> None:
-    """Each load is saved again at once: three generations, one state; layouts other than the first have other files."""
+    """Each load is saved again at once: three generations, one state."""
     once, twice = tmp_path / "once", tmp_path / "twice"
     loaded = tiny(corpus, {"train.steps": 4, "checkpoint.resume": cut / "step_00000004", "checkpoint.dir": once})
     run_script(loaded, loaded | {"checkpoint.resume": once, "checkpoint.dir": twice})

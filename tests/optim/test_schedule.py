@@ -61,7 +61,7 @@ def test_decay_over_all_that_follows_the_warm_up() -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2-tied", "llama-gqa"])
-def test_rates_of_the_reference_runs(case: str) -> None:
+def test_rates_of_the_recipes(case: str) -> None:
     recipe = json.loads((ORACLE / case / "recipe.json").read_text())
     expected = [step["lr"] for step in json.loads((ORACLE / case / "expected.json").read_text())]
     fields = {name: recipe[name] for name in ("lr", "min_lr", "warmup_steps")}

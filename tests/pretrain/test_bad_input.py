@@ -86,12 +86,17 @@ BAD: dict[str, Row] = {
     ),
     # data
     "no data": (1, None, {"data.train": None}, ("data.train: nothing to train on", "data/preprocess.py")),
-    "missing data": (4, None, {"data.train": "{here}/none"}, ("data.train:", "{here}/none")),
+    "missing data": (2, None, {"data.train": "{here}/none"}, ("data.train:", "{here}/none")),
     "missing .bin": (1, lambda here: (here / "train.bin").unlink(), {}, ("data.train:", "{here}/train.bin")),
     "truncated .bin": (2, lambda here: cut_in_half(here / "train.bin"), {}, ("{here}/train.bin", "bytes")),
     "truncated .idx": (1, lambda here: cut_in_half(here / "train.idx"), {}, ("{here}/train.idx", "bytes")),
     "no .idx": (1, lambda here: flip(here / "train.idx", 3), {}, ("{here}/train.idx",)),
-    "vocabulary": (4, None, {"model.vocab_size": 256}, ("{here}/train.json", "257", "model.vocab_size")),
+    "vocabulary": (
+        4,
+        None,
+        {"parallel.tp": 4, "model.vocab_size": 256},
+        ("{here}/train.json", "257", "model.vocab_size"),
+    ),
     "token ids": (
         1,
         lambda here: (here / "train.json").unlink(),
@@ -142,7 +147,7 @@ BAD: dict[str, Row] = {
         ("model.num_layers: 3 contradicts 4",),
     ),
     # checkpoints
-    "resume from nowhere": (4, None, {"checkpoint.resume": "{here}/none"}, ("{here}/none: no such checkpoint",)),
+    "resume from nowhere": (2, None, {"checkpoint.resume": "{here}/none"}, ("{here}/none: no such checkpoint",)),
     "resume from Hugging Face": (1, None, {"checkpoint.resume": "{here}/hf"}, ("give it as model.init_from",)),
     "another model": (
         2,
