@@ -35,7 +35,17 @@ setup(
         "data": DATA,
         "tensorboard": TENSORBOARD,
         # megatron-core reads and writes our datasets, as the reference for their format.
-        "test": [*CONVERT, *DATA, *TENSORBOARD, "pytest", "ruff", "setuptools", "wheel", "megatron-core==0.16.1"],
+        "test": [
+            *CONVERT,
+            *DATA,
+            *TENSORBOARD,
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "setuptools",
+            "wheel",
+            "megatron-core==0.16.1",
+        ],
     },
     entry_points={"console_scripts": ["megazero = megazero.__main__:main"]},
 )

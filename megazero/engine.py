@@ -238,8 +238,8 @@ class Engine:
         raise_divergence(bad_step, range(first, first + size), watch.finding(self.stage), self.topology)
 
     def due(self, interval: int) -> bool:
-        """Whether the step just taken is a multiple of ``interval``; never where that is 0."""
-        return bool(interval) and self.step % interval == 0
+        """Whether the step just taken is a multiple of ``interval``, or the run's last; never where that is 0."""
+        return bool(interval) and (self.step % interval == 0 or self.step == self.config.train.steps)
 
     @torch.no_grad()
     def eval_batch(self, source: BatchSource, first: int) -> tuple[torch.Tensor, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import nn
 
 from megazero.models import rotary
@@ -35,11 +36,11 @@ class Attention(nn.Module):
         """(T, H) → (T, H)."""
         heads = (self.heads(part, context.seq_length) for part in self.qkv(x_TH))
         y_BShD = self.combine(context, *heads)
-        return self.out(y_BShD.flatten(2).flatten(0, 1))
+        return self.out(rearrange(y_BShD, "b s h d -> (b s) (h d)"))
 
     def heads(self, x: torch.Tensor, seq_length: int) -> torch.Tensor:
         """(T, h·D) → (B, S, h, D), a view."""
-        return x.view(x.shape[0] // seq_length, seq_length, -1, self.head_size)
+        return rearrange(x, "(b s) (h d) -> b s h d", s=seq_length, d=self.head_size)
 
     def combine(
         self, context: Context, q_BShD: torch.Tensor, k_BSgD: torch.Tensor, v_BSgD: torch.Tensor

@@ -57,7 +57,7 @@ def test_a_killed_rank_ends_the_job_which_then_resumes_exactly(corpus: Path, tmp
     settings = tiny(corpus, changes | {"checkpoint.dir": tmp_path / "run", "log.jsonl": tmp_path / "run.jsonl"})
     launcher = launch(tmp_path, 2, settings, script)
     _, err = launcher.communicate(timeout=300)
-    assert launcher.returncode == 128 + signal.SIGKILL
+    assert launcher.returncode == 128 + signal.SIGKILL, err
     assert err.splitlines()[-1].startswith("megazero launch: rank 1 (process ") and "was killed by SIGKILL" in err
     assert "Traceback" not in err
     assert steps_in(tmp_path / "run") == [4] and lines_of(tmp_path / "run.jsonl") == 6
