@@ -73,7 +73,7 @@ class Engine:
         start = restore.find_start(config)
         self._started = time.monotonic()
         self.device = _device(environment)
-        _set_numerics(config, self.device)
+        _set_numerics(config)
         self._owns_group = _start_process_group(config, environment, self.device)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
@@ -290,7 +290,7 @@ def _device(environment: ProcessEnvironment) -> torch.device:
     return device
 
 
-def _set_numerics(config: Config, device: torch.device) -> None:
+def _set_numerics(config: Config) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
