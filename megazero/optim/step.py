@@ -76,9 +76,10 @@ class OptimizerStep:
         norm = squared.sqrt() * ratio
         clip = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
         bad = ~torch.isfinite(squared)
-        if not self.fp16:
-            self.bad_step = torch.where((self.bad_step == 0) & bad, float(step), self.bad_step)
-            bad = self.bad_step > 0
+        # In fp16 a smaller loss scale may help, as long as there is one.
+        fatal = bad & (self.loss_scale <= self.train.min_loss_scale) if self.fp16 else bad
+        self.bad_step = torch.where((self.bad_step == 0) & fatal, float(step), self.bad_step)
+        bad = bad | (self.bad_step > 0)
         skip = bad.float()
         self.adam.step(lr, torch.where(bad, 1.0, ratio * clip), skip)
         if self.fp16:

@@ -185,6 +185,22 @@ def test_fp16_skips_a_step_that_overflows(corpus: Path, ranks: Callable, world_s
         ]
 
 
+def test_fp16_stops_where_no_smaller_loss_scale_is_left(corpus: Path) -> None:
+    """A weight that is not a number overflows at every scale: two steps halve it to the least, the next is the last."""
+
+    def plant(engine: Engine, name: str) -> None:
+        plant_weight(engine, name)
+        for block in engine.stage.sharded.blocks:
+            for entry in block.layout.entries:
+                if entry.name == name:
+                    block.master[entry.start + 5] = torch.nan
+
+    changes = {"train.precision": "fp16", "train.initial_loss_scale": 4, "log.interval": 1, "train.min_loss_scale": 1}
+    ending = run_planted(tiny(corpus, changes), plant, "layers.1.mlp.down.weight", 0)
+    assert ending.step == 6 and not ending.moved
+    assert ending.message.startswith("step 6: the gradient is not finite, first in the weight layers.1.mlp.down.weight")
+
+
 class AllMasked:
     """Another source, none of whose tokens counts."""
 
