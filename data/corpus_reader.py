@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def read_documents(path: Path, fields: Fields, reached: Callable[[int], None] | 
                 yield document
                 if reached is not None:
                     reached(raw.tell())
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{path} is damaged or cut short: {error}") from error
 
 
@@ -141,7 +142,7 @@ def _read_jsonl(stream: BinaryIO, path: Path, fields: Fields) -> Iterator[Docume
             continue
         try:
             record = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{where} is not a JSON object")

@@ -82,6 +82,8 @@ def main() -> None:
     arguments = parser.parse_args()
     train, heldout = IndexedDataset(arguments.train), IndexedDataset(arguments.heldout)
     vocab_size, text_bytes = (heldout.metadata.get(name) for name in ("vocab_size", "bytes"))
+    if heldout.num_tokens == 0 or text_bytes == 0:
+        raise DataError(f"{arguments.heldout} has no text to measure")
     if not vocab_size or not text_bytes:
         raise DataError(f"{arguments.heldout}.json gives no vocabulary size and bytes of text; use data/preprocess.py")
     if train.num_tokens == 0:

@@ -21,7 +21,7 @@ from data.command_line import run_script
 from data.corpus_reader import Document, Fields, check_inputs
 from data.encoding import encode_documents
 from data.holdout import divide, text_bytes
-from data.indexed import token_dtype
+from data.indexed import companion, token_dtype
 from data.indexed_writer import DatasetWriter
 from data.progress import Progress
 from data.tokenizer import KINDS, Tokenizer, load_tokenizer
@@ -66,6 +66,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for flag, prefix in (("--output", arguments.output), ("--holdout-output", arguments.holdout_output)):
         if prefix is not None and os.path.basename(prefix) in ("", ".", ".."):
             problems.append((flag, f"{prefix!r} names no file; give a prefix such as {os.path.join(prefix, 'tokens')}"))
+        for suffix in ("bin", "idx", "json", "mask") if prefix is not None else ():
+            path = companion(prefix, suffix)
+            if path.is_dir():
+                problems.append((flag, f"{path} is a directory, where a file has to go; remove it or choose another"))
     if arguments.workers is not None and arguments.workers < 1:
         problems.append(("--workers", f"is {arguments.workers}; it must be at least 1"))
     if problems:

@@ -47,6 +47,8 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.vocab_size <= _SMALLEST:
         raise ConfigError.single("--vocab-size", f"is {arguments.vocab_size}; it must be above {_SMALLEST}")
+    if arguments.output.is_dir():
+        raise ConfigError.single("--output", f"{arguments.output} is a directory; give the name of a file")
     fields = Fields(arguments.json_key)
     check_inputs(arguments.input, fields)
     with Progress(arguments.input) as progress:

@@ -52,7 +52,7 @@ def read_file(path: str) -> dict[str, Any]:
         tree = json.loads(text) if suffix == ".json" else yaml.load(text, Loader=_Loader)
     except OSError as error:
         raise ConfigError.single("--config", f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError.single("--config", f"{path}: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}

@@ -22,12 +22,17 @@ class Section(BaseModel):
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``over`` on top; mappings found in both are merged in turn."""
+    """``base`` with ``over`` on top; mappings found in both are merged in turn.
+
+    Where ``over`` has fields and ``base`` a plain value, the value stays: it is a mistake that validation names.
+    """
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(below, value) if both else value
+        if below is None or not isinstance(value, Mapping):
+            result[key] = value
+        elif isinstance(below, Mapping):
+            result[key] = merged(below, value)
     return result
 
 

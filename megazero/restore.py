@@ -28,6 +28,7 @@ from megazero.checkpoint import (
 )
 from megazero.config import Config, with_model
 from megazero.convert import CheckpointWeights, Weights, model_of, open_weights
+from megazero.errors import CheckpointError
 from megazero.models.config import ModelConfig
 from megazero.models.init import draw
 from megazero.models.parameters import parameter_shapes
@@ -63,7 +64,12 @@ def _resumed_path(config: Config) -> Path | None:
     where = config.checkpoint.resume
     if where == "auto":
         return newest_or_none(config.checkpoint.dir) if config.checkpoint.dir else None
-    return None if where == "never" else newest(where)
+    if where == "never":
+        return None
+    try:
+        return newest(where)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.resume: {error}") from error
 
 
 def resolve_model(config: Config, world_size: int | None = None) -> Config:

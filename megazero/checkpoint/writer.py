@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,8 +52,9 @@ class CheckpointWriter:
     """Saves one run's checkpoints under ``root``; made and called by every rank of ``group`` together.
 
     ``keep``: how many of the newest to keep, 0 for all. ``start_step``: the step this run starts from, that of
-    the checkpoint it resumed, or 0. Creating one writes nothing. Raises CheckpointError where the root holds
-    whole checkpoints of later steps: they are of another run, and a later resume would pick them.
+    the checkpoint it resumed, or 0. Creating one leaves nothing on the disk. Raises CheckpointError where nothing can
+    be written at the root, or it holds whole checkpoints of later steps: they are of another run, and a later resume
+    would pick them.
     """
 
     def __init__(
@@ -76,6 +78,16 @@ class CheckpointWriter:
                     f"{self.root}: holds step {step} of another run; this one starts from step {start_step}. "
                     f"Resume that run (checkpoint.resume auto), or choose another checkpoint.dir, or remove {directory}"
                 )
+        self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        """Raise now the OSError that the first save would meet, hours later. Nothing is left behind."""
+        there = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(there)) from error
 
     def save(
         self,

@@ -63,8 +63,11 @@ def export(
         weights = CheckpointWeights(opened)
         family, config = choose_family(weights.config)
         settings = write_config(family, config, dtype, _end_of_text(opened.meta))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        except OSError as error:
+            raise ConvertError(f"{target}: cannot be written: {error.strerror}; choose another") from error
         try:
             scratch.chmod(0o755)
             _write_shards(scratch, weights, family.tensors(config), DTYPES[dtype], limit)

@@ -165,6 +165,7 @@ class WeightsAndBiases:
         except wandb.errors.Error as error:
             reason = str(error).partition("\n")[0]
             self._say(f"W&B: cannot start a run online ({reason}): the run is kept offline")
+            wandb.teardown()  # its service still holds the run that failed, and would refuse a second of the same id
             self._run = wandb.init(**arguments, mode="offline", settings=self._settings())
         if self._run.settings.mode == "offline":
             self._say(f"W&B: `wandb sync {self._run.settings.sync_dir}` sends the run {run_id} to the service")

@@ -255,3 +255,10 @@ def test_a_root_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
         CheckpointWriter(tmp_path / "file")
+
+
+def test_a_root_that_cannot_be_written_is_found_at_the_start(tmp_path):
+    with pytest.raises(CheckpointError, match="/proc: the checkpoint could not be saved"):
+        CheckpointWriter("/proc/checkpoints/of/a/run")
+    CheckpointWriter(tmp_path / "new" / "root")
+    assert list(tmp_path.iterdir()) == []

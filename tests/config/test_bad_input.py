@@ -163,6 +163,8 @@ def test_what_follows_from_a_wrong_field_is_not_reported():
         ("a.yaml", "1: 2\n", "1 is no field name"),
         ("a.yaml", "train: {steps: 08}\ntrain:\n", "'train' is given twice"),
         ("a.json", '{"train": }', "line 1"),
+        ("a.json", "[" * 200_000, "recursion"),
+        ("a.yaml", "[" * 2_000, "recursion"),
         ("a.txt", "", "must end in .yaml, .yml or .json"),
     ],
 )
@@ -181,7 +183,10 @@ def test_missing_file(tmp_path):
 def test_section_that_is_no_mapping(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"train": 5, "data": {"train": "a"}}))
-    assert problems(["--config", str(path)]) == {"train": "5 is not a section with fields"}
+    expected = {"train": "5 is not a section with fields"}
+    assert problems(["--config", str(path)]) == expected
+    # nor may flags hide it
+    assert problems(["--config", str(path), "--train.steps", "3"]) == expected
 
 
 def test_rules_of_the_architecture_wait_for_init_from():

@@ -183,6 +183,8 @@ def test_targets(tmp_path):
     ):
         with pytest.raises(ConvertError, match="is there already and not empty"):
             action()
+    with pytest.raises(ConvertError, match="/proc/hf: cannot be written"):
+        export(tmp_path / "ours", "/proc/hf")
 
 
 def test_sizes():

@@ -78,3 +78,6 @@ def test_script(tmp_path):
     bare = write_dataset(tmp_path / "b", [[0]])
     done = run_script("data/ngram.py", "--train", train, "--heldout", bare)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    empty = write_dataset(tmp_path / "e", [], metadata={"vocab_size": 4, "bytes": 0})
+    done = run_script("data/ngram.py", "--train", train, "--heldout", empty)
+    assert (done.returncode, done.stderr) == (2, f"error: {empty} has no text to measure\n")

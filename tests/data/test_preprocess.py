@@ -155,9 +155,11 @@ BAD_INPUTS = {
     "d.jsonl": (b'{"text": "ok"}\n{"body": "x"}\n', "d.jsonl, line 2 has no field 'text' (it has 'body')"),
     "e.jsonl": (b'{"text": "ok"}\n{"text": null}\n', "e.jsonl, line 2: field 'text' is NoneType, not text"),
     "f.jsonl": (b'{"text": "\\ud800"}\n', "f.jsonl, line 1: field 'text' is not valid Unicode"),
+    "h.jsonl": (b'{"text": ' + b"[" * 200_000, "h.jsonl, line 1 is not JSON"),
     "g.jsonl": (b'{"text": "\xff"}\n', "g.jsonl, line 1 is not UTF-8"),
     "b.txt": (b"ok \xff", "b.txt is not UTF-8: invalid start byte at byte 3"),
     "b.txt.gz": (gzip.compress(b"some text" * 99)[:-20], "b.txt.gz is damaged or cut short"),
+    "d.txt.gz": (gzip.compress(b"text")[:10] + b"\xff" * 30, "d.txt.gz is damaged or cut short"),
     "c.txt.gz": (b"no gzip", "c.txt.gz is damaged or cut short"),
     "b.txt.zst": (b"no zstandard", "b.txt.zst is damaged or cut short"),
     "b.parquet": (b"no parquet", "b.parquet is not a readable parquet file"),
@@ -209,6 +211,17 @@ def test_bad_flags(tmp_path, arguments, message):
     done = preprocess("--input", "a.txt", "--output", "o", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx", "json"])
+def test_a_directory_in_the_place_of_a_file(tmp_path, suffix):
+    (tmp_path / "in.txt").write_text("text")
+    (tmp_path / f"o.{suffix}").mkdir()
+    done = preprocess("--input", tmp_path / "in.txt", "--tokenizer", "byte", "--output", tmp_path / "o")
+    wrong = tmp_path / f"o.{suffix}"
+    message = f"error: --output: {wrong} is a directory, where a file has to go; remove it or choose another\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.txt", wrong.name])
 
 
 def test_damage_found_by_a_worker_leaves_the_earlier_dataset(tmp_path):

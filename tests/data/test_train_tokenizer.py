@@ -84,3 +84,9 @@ def test_no_text(tmp_path):
         "data/train_tokenizer.py", "--input", tmp_path / "empty.txt", "--output", tmp_path / "m", "--vocab-size", 400
     )
     assert (done.returncode, done.stderr) == (2, "error: --input: there is no text to learn from\n")
+
+
+def test_a_directory_in_the_place_of_the_model(sample, tmp_path):
+    done = run_script("data/train_tokenizer.py", "--input", sample, "--output", tmp_path, "--vocab-size", 400)
+    message = f"error: --output: {tmp_path} is a directory; give the name of a file\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -17,7 +17,7 @@ from megazero.errors import ConfigError
 from megazero.telemetry import Telemetry, sinks
 from megazero.telemetry.commit import running_commit
 from megazero.telemetry.console import Console, duration
-from megazero.telemetry.sinks import JsonLines
+from megazero.telemetry.sinks import JsonLines, WeightsAndBiases
 from tests.telemetry.wandb_file import read_run
 
 CPU = torch.device("cpu")
@@ -208,6 +208,29 @@ def test_wandb_without_network_or_key_trains_on(
     run(config(wandb="project"), range(1, 3))
     assert modes == [None, "offline"]
     assert "cannot start a run online (Run initialization has timed out)" in capsys.readouterr().out
+
+
+def test_wandb_whose_service_does_not_answer_keeps_the_metrics_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name, value in {
+        "WANDB_BASE_URL": "http://127.0.0.1:9",  # nothing listens there
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_DIR": str(tmp_path),
+        "WANDB_CONFIG_DIR": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    quick = wandb.Settings(console="off", silent=True, init_timeout=1, login_timeout=15)
+    monkeypatch.setattr(WeightsAndBiases, "_settings", staticmethod(lambda: quick))
+    wandb.teardown()
+    run(config(wandb="project"), range(1, 3))
+    wandb.teardown()
+    said = capsys.readouterr().out
+    assert "cannot start a run online" in said and "`wandb sync " in said and "no further metrics" not in said
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert sorted(read_run(file)[2]) == [1, 2]
 
 
 def test_plain_console_has_one_line_per_logging_step(capsys: pytest.CaptureFixture):
