@@ -97,8 +97,8 @@ class Engine:
         self.telemetry = Telemetry(
             config, self.model_config, layout, self.device, environment.rank, self._restored.run_id, self.step
         )
-        if self._restored.message:
-            self.telemetry.message(self._restored.message)
+        for message in self._restored.messages:
+            self.telemetry.message(message)
         if self.step >= config.train.steps:
             self.telemetry.message(f"all of train.steps = {config.train.steps} are done; raise it to go on")
         # What lives as long as the run is never looked at again by the garbage collector.

@@ -7,10 +7,11 @@ Everything a rank will read is checked first, and the ranks agree that it was go
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,7 +29,7 @@ from megazero.checkpoint import (
 )
 from megazero.config import Config, with_model
 from megazero.convert import CheckpointWeights, Weights, model_of, open_weights
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, ConfigError, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.init import draw
 from megazero.models.parameters import parameter_shapes
@@ -38,16 +39,24 @@ from megazero.zero.block import Block, Reader
 if TYPE_CHECKING:
     from megazero.engine import Engine
 
+T = TypeVar("T")
+
+# What decides which tokens the sample at a position holds.
+ORDER = ("train", "split", "seq_length", "shuffle", "seed")
 # Checkpoint kind → the block's state it holds.
 STATES = {"weight": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @dataclass
 class Start:
-    """What a run starts from: a checkpoint to resume, else weights to begin with, else neither."""
+    """What a run starts from: a checkpoint to resume, else weights to begin with, else neither.
+
+    ``notes``: what the user should know of how it was found.
+    """
 
     resume: Checkpoint | None = None
     weights: Weights | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -56,20 +65,39 @@ class Restored:
 
     run_id: str | None = None
     in_own_directory: bool = False
-    message: str | None = None
+    messages: tuple[str, ...] = ()
 
 
-def _resumed_path(config: Config) -> Path | None:
-    """The checkpoint the run continues, None where it starts anew. Raises CheckpointError."""
+def _resumed_path(config: Config) -> tuple[Path | None, tuple[str, ...]]:
+    """The checkpoint the run continues, None where it starts anew, and which newer ones are not whole.
+
+    Raises CheckpointError.
+    """
     where = config.checkpoint.resume
-    if where == "auto":
-        return newest_or_none(config.checkpoint.dir) if config.checkpoint.dir else None
-    if where == "never":
-        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if where == "auto":
+            path = newest_or_none(config.checkpoint.dir) if config.checkpoint.dir else None
+        else:
+            path = None if where == "never" else _of_field("checkpoint.resume", newest, where)
+    return path, tuple(str(warning.message) for warning in caught)
+
+
+def _of_field(field: str, function: Callable[[str], T], path: str) -> T:
+    """``function(path)``, with the setting that gave the path named in its error."""
     try:
-        return newest(where)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.resume: {error}") from error
+        return function(path)
+    except (CheckpointError, ConvertError) as error:
+        raise type(error)(f"{field}: {error}") from error
+
+
+def _initial_weights(config: Config) -> Weights:
+    path = config.model.init_from
+    if not Path(path).is_dir():
+        raise ConfigError.single(
+            "model.init_from", f"{path} is no directory; give a Hugging Face directory or a megazero checkpoint"
+        )
+    return _of_field("model.init_from", open_weights, path)
 
 
 def resolve_model(config: Config, world_size: int | None = None) -> Config:
@@ -80,24 +108,24 @@ def resolve_model(config: Config, world_size: int | None = None) -> Config:
     """
     if config.model.known:
         return config
-    resumed = _resumed_path(config)
+    resumed, _ = _resumed_path(config)
     if resumed is None:
-        return with_model(config, open_weights(config.model.init_from).config, world_size=world_size)
+        return with_model(config, _initial_weights(config).config, world_size=world_size)
     with open_checkpoint(resumed) as checkpoint:
         return with_model(config, model_of(checkpoint), world_size=world_size)
 
 
 def find_start(config: Config) -> Start:
     """What the run starts from; opens and checks names and shapes, reads no weights."""
-    resumed = _resumed_path(config)
+    resumed, notes = _resumed_path(config)
     shapes = parameter_shapes(config.model.architecture)
     if resumed is not None:
         checkpoint = open_checkpoint(resumed)
         checkpoint.check_matches(shapes)
-        return Start(resume=checkpoint)
+        return Start(resume=checkpoint, notes=notes)
     if config.model.init_from:
-        return Start(weights=open_weights(config.model.init_from))
-    return Start()
+        return Start(weights=_initial_weights(config), notes=notes)
+    return Start(notes=notes)
 
 
 def group_of(engine: Engine) -> Group:
@@ -108,18 +136,18 @@ def load_start(start: Start, engine: Engine) -> Restored:
     """Give every parameter its value, and the optimizer its state where a run is resumed."""
     blocks, group = engine.stage.sharded.blocks, group_of(engine)
     if start.resume is not None:
-        return _resume(start.resume, engine, group)
+        return _resume(start.resume, start.notes, engine, group)
     if start.weights is not None:
         weights = start.weights
         if isinstance(weights, CheckpointWeights):
             _verify(weights.checkpoint, blocks, ("weight",), group)
         for block in blocks:
             block.load_master(lambda name, shape, box: weights.read(name, box))
-        return Restored(message=f"weights from {engine.config.model.init_from}")
+        return Restored(messages=(*start.notes, f"weights from {engine.config.model.init_from}"))
     read = _initial_values(engine.model_config, engine.config.train.seed, engine.device)
     for block in blocks:
         block.load_master(read)
-    return Restored()
+    return Restored(messages=start.notes)
 
 
 def _initial_values(model: ModelConfig, seed: int, device: torch.device) -> Reader:
@@ -167,7 +195,7 @@ def _load(blocks: list[Block], checkpoint: Checkpoint) -> None:
                 block.load(getattr(block, attribute), read)
 
 
-def _resume(checkpoint: Checkpoint, engine: Engine, group: Group) -> Restored:
+def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, group: Group) -> Restored:
     same = checkpoint.meta["layout"] == _layout(engine)
     _verify(checkpoint, engine.stage.sharded.blocks, tuple(STATES), group, rank_state=same)
     _load(engine.stage.sharded.blocks, checkpoint)
@@ -182,7 +210,19 @@ def _resume(checkpoint: Checkpoint, engine: Engine, group: Group) -> Restored:
     directory = engine.config.checkpoint.dir
     own = directory is not None and checkpoint.path.parent.resolve() == Path(directory).resolve()
     how = "" if same else f", saved by another layout ({_spelled(meta['layout'])})"
-    return Restored(meta["run_id"], own, f"resumed step {engine.step} from {checkpoint.path}{how}")
+    resumed = f"resumed step {engine.step} from {checkpoint.path}{how}"
+    return Restored(meta["run_id"], own, (*notes, resumed, *_changed_order(meta, engine)))
+
+
+def _changed_order(meta: dict[str, Any], engine: Engine) -> Iterator[str]:
+    """A line where the settings that the sample order follows from are not those of the checkpoint."""
+    before, now = meta["config"]["data"], engine.config.model_dump(mode="json")["data"]
+    changed = [f"data.{name}" for name in ORDER if before.get(name) != now[name]]
+    if changed:
+        yield (
+            f"{', '.join(changed)} changed since step {engine.step}: the run goes on at sample "
+            f"{engine.consumed_samples} of another order"
+        )
 
 
 def _layout(engine: Engine) -> dict[str, int]:

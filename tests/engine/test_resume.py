@@ -136,7 +136,7 @@ def test_loading_twice_is_loading_once(corpus: Path, tmp_path: Path, cut: Path) 
         assert torch.equal(tensor, original[key]), key
 
 
-def test_no_stale_shard_is_read(corpus: Path, tmp_path: Path, ranks: Callable, cut: Path) -> None:
+def test_no_stale_shard_is_read(corpus: Path, tmp_path: Path, cut: Path, capfd: pytest.CaptureFixture) -> None:
     """Case 40: resumed and saved on in the same directory with fewer ranks; leftovers of a dead save lie about."""
     directory = tmp_path / "run"
     shutil.copytree(cut / "step_00000004", directory / "step_00000004")
@@ -144,8 +144,8 @@ def test_no_stale_shard_is_read(corpus: Path, tmp_path: Path, ranks: Callable, c
     (directory / ".step_00000008.saving" / "manifest.json").unlink()
     (directory / "step_00000006").mkdir()
     (directory / "step_00000006" / "manifest.json").touch()
-    with pytest.warns(UserWarning, match="step_00000006/manifest.json: damaged"):
-        run_script(tiny(corpus, {"checkpoint.dir": directory}))
+    run_script(tiny(corpus, {"checkpoint.dir": directory}))
+    assert "step_00000006/manifest.json: damaged" in capfd.readouterr().out
     assert sorted(file.name for file in (directory / "step_00000008").iterdir()) == [
         "manifest.json",
         "rank_00000.safetensors",
@@ -184,3 +184,16 @@ def test_the_checkpoint_directory_is_all_that_is_needed(corpus: Path, tmp_path: 
 
 def is_architecture(name: str) -> bool:
     return name.startswith("model.") and name != "model.init_from"
+
+
+def test_what_a_resume_should_know_is_said(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Once and plainly: another order of samples, and a newer checkpoint that is not whole."""
+    settings = tiny(corpus, {"checkpoint.dir": tmp_path, "checkpoint.save_interval": 1, "train.steps": 2})
+    run_script(settings)
+    capfd.readouterr()
+    next((tmp_path / "step_00000002").glob("rank_*")).unlink()
+    run_script({**settings, "data.seed": 5, "data.seq_length": 8, "train.steps": 3})
+    said = capfd.readouterr().out
+    assert "resumed step 1 from" in said
+    assert said.count("passing over a checkpoint that is not whole") == 1
+    assert "data.seq_length, data.seed changed since step 1: the run goes on at sample 8 of another order" in said

@@ -114,7 +114,12 @@ BAD: dict[str, Row] = {
     "split": (2, None, {"data.split": (100000, 1)}, ("data.split:", "has 0 tokens")),
     "tokenizer": (1, None, {"data.tokenizer": "sentencepiece:{here}/none.model"}, ("data.tokenizer:", "none.model")),
     # weights to begin with
-    "init_from missing": (1, None, without_sizes({"model.init_from": "{here}/none"}), ("{here}/none",)),
+    "init_from missing": (
+        1,
+        None,
+        without_sizes({"model.init_from": "{here}/none"}),
+        ("model.init_from: {here}/none",),
+    ),
     "init_from no model": (1, None, without_sizes({"model.init_from": "{here}"}), ("{here}",)),
     "init_from no weights": (
         2,
