@@ -24,7 +24,7 @@ from types import TracebackType
 
 from megazero.errors import ConfigError, MegazeroError
 
-_CONNECTION_WAIT = 5.0
+_CONNECTION_WAIT = 15.0
 """Seconds a lost connection waits for its cause to come forward; the agent looks for dead processes every 0.1 s."""
 
 
