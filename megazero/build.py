@@ -65,7 +65,6 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
         topology.coordinates["tp"],
         config.sequence_parallel,
         topology.group("tp"),
-        sum_in_fp32=config.parallel.tp_sum == "fp32",
     )
     decoder, specs = describe_stage(config, model, topology.coordinates, tp)
     for layer in decoder.layers.values():

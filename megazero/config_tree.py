@@ -81,11 +81,6 @@ class ParallelSection(Section):
     sequence_parallel: Literal["auto"] | bool = Field(
         "auto", description="cut norms and dropout along the sequence too; auto: where tp > 1 divides the sequence"
     )
-    tp_sum: Literal["fp32", "activation"] = Field(
-        "fp32",
-        description="dtype in which the tp ranks' partial products are added; activation: that of the activations, "
-        "half the traffic in 16 bits and losses farther from those of one GPU",
-    )
     vocab_multiple: int = Field(
         128, ge=1, description="rows; each tp rank's share of the vocabulary is padded to a multiple of this"
     )

@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += loss_C.sum()
             if not with_grad:
                 continue
-            grad_x.append(partial_product(grad_CV, weight_VH, group is not None and tp.sum_in_fp32))
+            grad_x.append(grad_CV @ weight_VH if group is None else partial_product(grad_CV, weight_VH))
             if several:
                 grad_weight += grad_CV.t() @ x_CH
             else:

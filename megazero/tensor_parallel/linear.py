@@ -16,29 +16,29 @@ from megazero.tensor_parallel.mappings import TensorParallel, gather_tokens, par
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, in_fp32):
+    def forward(ctx, x, weight, bias, group, sequence_parallel):
         x = gather_tokens(x, group, sequence_parallel)
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.in_fp32 = group, sequence_parallel, in_fp32
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x = partial_product(grad, weight, ctx.in_fp32)
+        grad_x = partial_product(grad, weight)
         grad_x = rounded(sum_over_ranks(grad_x, ctx.group, ctx.sequence_parallel), x.dtype)
         grad_bias = grad.sum(0) if ctx.has_bias else None
-        return grad_x, grad.t() @ x, grad_bias, None, None, None
+        return grad_x, grad.t() @ x, grad_bias, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, in_fp32):
+    def forward(ctx, x, weight, bias, group, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.has_bias = bias is not None
-        y = sum_over_ranks(partial_product(x, weight.t(), in_fp32), group, sequence_parallel)
+        y = sum_over_ranks(partial_product(x, weight.t()), group, sequence_parallel)
         return rounded(y if bias is None else y + bias, x.dtype)
 
     @staticmethod
@@ -46,7 +46,7 @@ class _RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_bias = grad.sum(0) if ctx.has_bias else None
         grad = gather_tokens(grad, ctx.group, ctx.sequence_parallel)
-        return grad @ weight, grad.t() @ x, grad_bias, None, None, None
+        return grad @ weight, grad.t() @ x, grad_bias, None, None
 
 
 class _LeaveRegion(torch.autograd.Function):
@@ -66,14 +66,14 @@ def column_linear(
     """(T or T/tp, H) outside → (T, local features) inside; ``weight`` (local features, H)."""
     if tp.size == 1:
         return F.linear(x_TH, weight, bias)
-    return _ColumnLinear.apply(x_TH, weight, bias, tp.group, tp.sequence_parallel, tp.sum_in_fp32)
+    return _ColumnLinear.apply(x_TH, weight, bias, tp.group, tp.sequence_parallel)
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel) -> torch.Tensor:
     """(T, local features) inside → (T or T/tp, H) outside; ``weight`` (H, local features). The bias is added once."""
     if tp.size == 1:
         return F.linear(x, weight, bias)
-    return _RowLinear.apply(x, weight, bias, tp.group, tp.sequence_parallel, tp.sum_in_fp32)
+    return _RowLinear.apply(x, weight, bias, tp.group, tp.sequence_parallel)
 
 
 def leave_region(x_TH: torch.Tensor, tp: TensorParallel) -> torch.Tensor:

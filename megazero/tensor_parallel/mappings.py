@@ -20,15 +20,13 @@ from megazero import comm
 class TensorParallel:
     """One rank's place in its tensor-parallel group.
 
-    ``group`` is None for a group of one, or where a rank is only described and nothing will run. ``sum_in_fp32``:
-    the ranks' partial products are added before they are rounded to 16 bits, not after.
+    ``group`` is None for a group of one, or where a rank is only described and nothing will run.
     """
 
     size: int = 1
     rank: int = 0
     sequence_parallel: bool = False
     group: ProcessGroup | None = None
-    sum_in_fp32: bool = True
 
     def local_tokens(self, tokens: int) -> int:
         """How many of a micro-batch's T tokens lie on this rank outside the region."""
@@ -52,9 +50,9 @@ def sum_over_ranks(x: torch.Tensor, group: ProcessGroup, sequence_parallel: bool
     return comm.reduce_scatter(x, group) if sequence_parallel else comm.all_reduce(x, group)
 
 
-def partial_product(a: torch.Tensor, b: torch.Tensor, in_fp32: bool) -> torch.Tensor:
-    """a @ b, in float32 or in the dtype of the operands."""
-    if not in_fp32 or a.dtype == torch.float32:
+def partial_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in float32, whatever the dtype of the operands."""
+    if a.dtype == torch.float32:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
