@@ -12,10 +12,22 @@ if TYPE_CHECKING:
     from megazero.config import Config, load_config
     from megazero.engine import Engine
     from megazero.errors import ConfigError, MegazeroError
+    from megazero.foreign.engine import ZeroEngine
+    from megazero.foreign.initialize import initialize
     from megazero.models.config import ModelConfig
 
 __version__ = "0.1.0"
-__all__ = ["Config", "ConfigError", "Engine", "MegazeroError", "ModelConfig", "__version__", "load_config"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "MegazeroError",
+    "ModelConfig",
+    "ZeroEngine",
+    "__version__",
+    "initialize",
+    "load_config",
+]
 
 _HOMES = {
     "Config": "megazero.config",
@@ -23,6 +35,8 @@ _HOMES = {
     "Engine": "megazero.engine",
     "MegazeroError": "megazero.errors",
     "ModelConfig": "megazero.models.config",
+    "ZeroEngine": "megazero.foreign.engine",
+    "initialize": "megazero.foreign.initialize",
     "load_config": "megazero.config",
 }
 

@@ -26,8 +26,9 @@ from megazero.stage import DecoderStage
 from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.tensor_parallel.parallelize import parallelize
 from megazero.topology import Topology
-from megazero.zero.blocks import decoder_blocks
-from megazero.zero.sharded import ShardedModel
+from megazero.zero.blocks import decoder_units
+from megazero.zero.hooks import install_hooks
+from megazero.zero.sharded import ShardedModel, ZeroSettings, data_parallel, leave_meta
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -71,19 +72,34 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
         apply_recompute(layer, config.train.recompute, keeps_rng=model.attention_dropout_rate > 0)
     if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
         apply_compile(decoder)
+    leave_meta(decoder, dtype, device)
+    zero = config.zero
     sharded = ShardedModel(
         decoder,
-        decoder_blocks(decoder, specs),
-        config.zero.stage,
-        topology.communicator("dp"),
-        dtype=dtype,
+        decoder_units(decoder, specs),
+        data_parallel(topology, zero.mics_shard_size, zero.zero_hpz_partition_size, config.train.timeout),
+        zero_settings(config),
+        dtypes=dict.fromkeys(specs, dtype),
         grad_dtype=DTYPES[config.train.grad_dtype],
         device=device,
-        reduce_bucket_size=config.zero.reduce_bucket_size,
-        allgather_bucket_size=config.zero.allgather_bucket_size,
     )
+    install_hooks(sharded)
     contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
     return DecoderStage(decoder, sharded, contexts, tp, device)
+
+
+def zero_settings(config: Config) -> ZeroSettings:
+    zero = config.zero
+    return ZeroSettings(
+        stage=zero.stage,
+        reduce_bucket_size=zero.reduce_bucket_size,
+        allgather_bucket_size=zero.allgather_bucket_size,
+        prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+        max_live_parameters=zero.stage3_max_live_parameters,
+        reshard_after_forward=zero.reshard_after_forward,
+        keep_gathered=config.parallel.keep_gathered,
+    )
 
 
 # What selective recompute keeps: matrix products, attention and collectives. The rest is cheap to do again.

@@ -76,13 +76,17 @@ class Communicator:
                 _reduce_scatter(self.slice_of(buffer), buffer, group=self.group)
         return work
 
-    def all_gather(self, buffers: Sequence[torch.Tensor]) -> Work:
-        """Fill every buffer with each rank's slice of it, in place."""
+    def all_gather(self, buffers: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]) -> Work:
+        """Fill every buffer with each rank's slice of it; a slice may be this rank's part of the buffer itself."""
         self._count("all_gather", buffers)
         with dist._coalescing_manager(group=self.group, async_ops=True) as work:
-            for buffer in buffers:
-                _all_gather(buffer, self.slice_of(buffer), group=self.group)
+            for buffer, own in zip(buffers, slices, strict=True):
+                _all_gather(buffer, own, group=self.group)
         return work
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Replace every rank's values by those of the group's first."""
+        dist.broadcast(buffer, group=self.group, group_src=0)
 
     def _count(self, kind: str, buffers: Sequence[torch.Tensor]) -> None:
         self.calls[kind] += 1

@@ -64,6 +64,14 @@ def world_problems(config: Config, world_size: int) -> Problems:
             f"{train.micro_batch_size} x {dp} = {unit}, where dp is {world_size} processes / ({cell}); "
             f"use {_multiples(train.global_batch_size, unit)}",
         )
+    for name in ("mics_shard_size", "zero_hpz_partition_size"):
+        size = getattr(config.zero, name)
+        if size and dp % size:
+            yield (
+                f"zero.{name}",
+                f"{size} does not divide dp = {dp}, which is {world_size} processes / ({cell}); "
+                f"use {either(divisors(dp))}, or 0",
+            )
 
 
 def divisors(number: int) -> list[int]:
@@ -230,8 +238,25 @@ def _sequence(config: Config) -> Problems:
 
 
 def _zero(config: Config) -> Problems:
-    if config.zero.stage > 1:
-        yield "zero.stage", f"{config.zero.stage} is not supported yet; use 0 or 1"
+    zero, stage = config.zero, f"zero.stage = {config.zero.stage}"
+    if zero.stage < 3:
+        for field, unusual in (
+            ("parallel.keep_gathered", config.parallel.keep_gathered),
+            ("zero.reshard_after_forward", not zero.reshard_after_forward),
+            ("zero.zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
+        ):
+            if unusual:
+                yield field, f"has no meaning with {stage}, which keeps parameters whole; leave it out or use 3"
+    elif config.parallel.keep_gathered and not zero.reshard_after_forward:
+        yield "zero.reshard_after_forward", "parallel.keep_gathered says that already; leave out one of the two"
+    if zero.mics_shard_size and not zero.stage:
+        yield "zero.mics_shard_size", f"has no meaning with {stage}, which cuts nothing; use 1, 2 or 3"
+    if zero.mics_shard_size and zero.zero_hpz_partition_size > 1:
+        yield (
+            "zero.zero_hpz_partition_size",
+            f"{zero.zero_hpz_partition_size} would keep a second copy near, where zero.mics_shard_size = "
+            f"{zero.mics_shard_size} keeps the first one near already; leave out one of the two",
+        )
 
 
 def _data(config: Config) -> Problems:

@@ -81,6 +81,9 @@ class ParallelSection(Section):
     sequence_parallel: Literal["auto"] | bool = Field(
         "auto", description="cut norms and dropout along the sequence too; auto: where tp > 1 divides the sequence"
     )
+    keep_gathered: bool = Field(
+        False, description="zero.stage 3: parameters stay whole from their first use in a step to their last"
+    )
     vocab_multiple: int = Field(
         128, ge=1, description="rows; each tp rank's share of the vocabulary is padded to a multiple of this"
     )
@@ -89,12 +92,37 @@ class ParallelSection(Section):
 class ZeroSection(Section):
     """What the data-parallel processes share out instead of holding copies."""
 
-    stage: int = Field(0, ge=0, le=3, description="0: nothing; 1: the optimizer state")
+    stage: int = Field(
+        0, ge=0, le=3, description="0: nothing; 1: the optimizer state; 2: gradients too; 3: parameters too"
+    )
     reduce_bucket_size: int = Field(
         40_000_000, ge=1, description="elements; gradients are reduced in buckets of whole layers up to this size"
     )
     allgather_bucket_size: int = Field(
         40_000_000, ge=1, description="elements; updated parameters are gathered in buckets up to this size"
+    )
+    stage3_prefetch_bucket_size: int = Field(
+        50_000_000,
+        ge=0,
+        description="elements; layers used next are gathered ahead, at least one and up to this size; 0: none",
+    )
+    stage3_param_persistence_threshold: int = Field(
+        100_000, ge=0, description="elements; parameters up to this size stay whole on every process"
+    )
+    stage3_max_live_parameters: int = Field(
+        1_000_000_000, ge=0, description="elements; nothing is gathered ahead beyond this many"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="stage 3: let go of a layer between its forward and its backward, which gathers it again"
+    )
+    mics_shard_size: int = Field(
+        0, ge=0, description="processes that share one copy of the model state, e.g. those of a node; 0: all of dp"
+    )
+    zero_hpz_partition_size: int = Field(
+        0,
+        ge=0,
+        description="stage 3: processes of a node that keep a second copy of the parameters between them, from which "
+        "backward gathers; 0: none",
     )
 
 

@@ -78,13 +78,17 @@ class FiniteWatch:
 
     def finding(self, stage: DecoderStage) -> Finding | None:
         """The earliest on this rank, or None where all is finite here. ``stage``: its gradients are looked at too."""
-        for name, parameter in stage.sharded.named_parameters():
-            self._check(Phase.WEIGHTS, f"the weight {name}", parameter)
         for block in stage.sharded.blocks:
-            for entry in block.layout.entries if block.grad is not None else ():
-                self._check(
-                    Phase.REDUCTION, f"the reduced gradient of {entry.name}", block.grad[entry.start : entry.end]
-                )
+            cut = block.sharding.parameters
+            held, (start, end) = (block.values, block.owned) if cut else (block.flat, (0, block.layout.numel))
+            for first, last, piece, _ in block.layout.pieces(start, end):
+                self._check(Phase.WEIGHTS, f"the weight {piece.name}", held[first - start : last - start])
+        for block in stage.sharded.trained:
+            if block.has_grad:
+                grad, base = block.owned_grad(), block.owned[0]
+                for first, last, piece, _ in block.layout.pieces(*block.owned):
+                    part = grad[first - base : last - base]
+                    self._check(Phase.REDUCTION, f"the reduced gradient of {piece.name}", part)
         return self._first[min(self._first)] if self._first else None
 
 

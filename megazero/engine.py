@@ -72,9 +72,9 @@ class Engine:
         check_sinks(config.log)
         start = restore.find_start(config)
         self._started = time.monotonic()
-        self.device = _device(environment)
+        self.device = device_of(environment)
         _set_numerics(config)
-        self._owns_group = _start_process_group(config, environment, self.device)
+        self._owns_group = start_process_group(environment, self.device, config.train.timeout)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
         precision = config.train.precision
@@ -276,7 +276,8 @@ class Engine:
         self.telemetry.message(f"saved step {self.step} in {self.config.checkpoint.dir}")
 
 
-def _device(environment: ProcessEnvironment) -> torch.device:
+def device_of(environment: ProcessEnvironment) -> torch.device:
+    """This process's GPU, which becomes torch's current one, or the CPU. Raises LaunchError where there are too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -296,8 +297,8 @@ def _set_numerics(config: Config) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _start_process_group(config: Config, environment: ProcessEnvironment, device: torch.device) -> bool:
-    """Whether this call made the default process group.
+def start_process_group(environment: ProcessEnvironment, device: torch.device, timeout: float) -> bool:
+    """Whether this call made the default process group. ``timeout``: seconds that a collective waits for a rank.
 
     It is not bound to a device: torch would then make every further group by splitting it, which all ranks must join,
     and groups here are made by their members alone.
@@ -308,6 +309,6 @@ def _start_process_group(config: Config, environment: ProcessEnvironment, device
         "nccl" if device.type == "cuda" else "gloo",
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=timedelta(seconds=config.train.timeout),
+        timeout=timedelta(seconds=timeout),
     )
     return True

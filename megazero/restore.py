@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 # What decides which tokens the sample at a position holds.
 ORDER = ("train", "split", "seq_length", "shuffle", "seed")
-# Checkpoint kind → the block's state it holds.
-STATES = {"weight": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+# What a checkpoint holds of every block.
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -142,11 +142,11 @@ def load_start(start: Start, engine: Engine) -> Restored:
         if isinstance(weights, CheckpointWeights):
             _verify(weights.checkpoint, blocks, ("weight",), group)
         for block in blocks:
-            block.load_master(lambda name, shape, box: weights.read(name, box))
+            block.load("weight", lambda name, shape, box: weights.read(name, box))
         return Restored(messages=(*start.notes, f"weights from {engine.config.model.init_from}"))
     read = _initial_values(engine.model_config, engine.config.train.seed, engine.device)
     for block in blocks:
-        block.load_master(read)
+        block.load("weight", read)
     return Restored(messages=start.notes)
 
 
@@ -183,21 +183,18 @@ def _verify(
 
 
 def _load(blocks: list[Block], checkpoint: Checkpoint) -> None:
-    for kind, attribute in STATES.items():
+    for kind in KINDS:
 
         def read(name: str, shape: tuple[int, ...], box: Rectangle, kind: str = kind) -> torch.Tensor:
             return checkpoint.read(kind, name, box)
 
         for block in blocks:
-            if kind == "weight":
-                block.load_master(read)
-            else:
-                block.load(getattr(block, attribute), read)
+            block.load(kind, read)
 
 
 def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, group: Group) -> Restored:
     same = checkpoint.meta["layout"] == _layout(engine)
-    _verify(checkpoint, engine.stage.sharded.blocks, tuple(STATES), group, rank_state=same)
+    _verify(checkpoint, engine.stage.sharded.blocks, KINDS, group, rank_state=same)
     _load(engine.stage.sharded.blocks, checkpoint)
     meta, optimizer = checkpoint.meta, engine.optimizer
     engine.step, engine.consumed_samples = meta["step"], meta["consumed_samples"]
@@ -270,8 +267,10 @@ def save(engine: Engine, writer: CheckpointWriter) -> None:
 
 def _chunks(engine: Engine) -> Iterator[ChunkData]:
     """This rank's slice of every block's state, each element saved by one rank only."""
-    for kind, attribute in STATES.items():
+    if engine.stage.sharded.groups.replicate.rank > 0:
+        return
+    for kind in KINDS:
         for block in engine.stage.sharded.blocks:
-            for piece, box, tensor in block.chunks(getattr(block, attribute)):
+            for piece, box, tensor in block.chunks(kind):
                 if is_counted(piece, engine.topology.coordinates):
                     yield ChunkData(kind, piece.name, box, piece.global_shape, tensor)

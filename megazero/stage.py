@@ -31,6 +31,7 @@ class DecoderStage:
 
     def forward(self, micro_batch: MicroBatch, x: torch.Tensor | None) -> torch.Tensor:
         """Hidden states (T or T/tp, H) of the stage before, None on the first → this stage's; a scalar on the last."""
+        self.sharded.begin_forward()
         tensors = {name: value.to(self.device, non_blocking=True) for name, value in micro_batch.items()}
         tokens = tensors["tokens"]
         context = self.contexts(
@@ -39,16 +40,19 @@ class DecoderStage:
         if context.dropout_key is not None:
             context = context._replace(dropout_key=self.tp.slice_tokens(context.dropout_key))
         x = self.model(tokens[:, :-1].flatten() if x is None else x, context)
-        if self.model.head is None:
-            return x
-        weights = tensors["weights"].flatten() * self.loss_weight
-        return self.model.head(x, tokens[:, 1:].flatten(), weights)
+        if self.model.head is not None:
+            weights = tensors["weights"].flatten() * self.loss_weight
+            x = self.model.head(x, tokens[:, 1:].flatten(), weights)
+        self.sharded.end_forward()
+        return x
+
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        self.sharded.begin_backward()
+        torch.autograd.backward(output, gradient)
+        self.sharded.finish_backward()
 
     def gather(self) -> None:
         self.sharded.gather()
 
     def reduce(self) -> None:
         self.sharded.reduce_in_next_backward()
-
-    def finish_backward(self) -> None:
-        self.sharded.finish_backward()

@@ -20,6 +20,9 @@ class AdamW:
         self.betas, self.eps = betas, eps
         self.decay = {"decay": weight_decay, "no_decay": 0.0}
         self.count = torch.zeros((), dtype=torch.float32, device=device)
+        for block in sharded.trained:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                block.optimizer_state[moment] = torch.zeros_like(block.master)
 
     @torch.no_grad()
     def step(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> None:
@@ -31,7 +34,7 @@ class AdamW:
         """
         self.count += 1 - skip
         divisor = factor.reciprocal().float()  # the kernel divides
-        for bucket in self.sharded.gather_buckets:
+        for bucket in self.sharded.update_buckets:
             blocks = [self.sharded.blocks[i] for i in bucket]
             for group, decay in self.decay.items():
                 self._update(blocks, group, lr, decay, divisor, skip)
@@ -50,8 +53,8 @@ class AdamW:
             part = slice(found[0] - block.owned[0], found[1] - block.owned[0])
             masters.append(block.master[part])
             grads.append(block.owned_grad()[part].float())
-            exp_avgs.append(block.exp_avg[part])
-            exp_avg_sqs.append(block.exp_avg_sq[part])
+            exp_avgs.append(block.optimizer_state["exp_avg"][part])
+            exp_avg_sqs.append(block.optimizer_state["exp_avg_sq"][part])
         if not masters:
             return
         torch._fused_adamw_(

@@ -46,8 +46,8 @@ class OptimizerStep:
         self.sharded, self.topology = sharded, topology
         self.clip, self.train, self.fp16 = optimizer.clip_grad_norm, train, fp16
         self.adam = AdamW(sharded, optimizer.betas, optimizer.eps, optimizer.weight_decay, device)
-        self.partial = PartialSums(sharded.blocks, topology)
-        self.norm = GradientNorm(sharded.blocks, topology.coordinates)
+        self.partial = PartialSums(sharded.trained, topology)
+        self.norm = GradientNorm(sharded.trained, topology.coordinates, counts=sharded.groups.replicate.rank == 0)
         scale = train.initial_loss_scale if fp16 else 1.0
         self.loss_scale = torch.full((), scale, dtype=torch.float32, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
@@ -63,7 +63,7 @@ class OptimizerStep:
             tokens: unmasked tokens of the same rank and micro-batches, zero elsewhere.
             normalizer: the constant each token's loss was divided by: global_batch_size · seq_length.
         """
-        self.sharded.wait_for_gradients()
+        self.sharded.finish_gradients()
         self.partial.sum()
         own = torch.stack(
             (self.norm.squared(), loss, torch.full_like(loss, tokens), torch.full_like(loss, float(stop)))

@@ -26,8 +26,8 @@ class Stage(Protocol):
         """The next backward completes the gradients."""
         ...
 
-    def finish_backward(self) -> None:
-        """A backward is over."""
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """The gradient of what a forward returned (None for the loss) → those of its input and of the parameters."""
         ...
 
 
@@ -89,8 +89,7 @@ class _Run:
 
     def _backward(self, index: int) -> None:
         output = self.outputs.pop(index)
-        torch.autograd.backward(output, self.gradients.pop(index, None))
-        self.stage.finish_backward()
+        self.stage.backward(output, self.gradients.pop(index, None))
         x = self.inputs.pop(index, None)
         if x is not None:
             assert x.grad is not None

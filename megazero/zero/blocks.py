@@ -1,28 +1,61 @@
-"""How a decoder's stage is divided into blocks."""
+"""How a model is divided into units, what is used as one, and a unit into blocks, what is stored as one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megazero.sharding import ShardSpec
 
 
 @dataclass(frozen=True)
-class BlockPlan:
-    """``specs``: the block's local parameters, by name. ``entry``: the module whose forward uses them first."""
+class Unit:
+    """Parameters that are gathered for the same stretch of forward and backward.
+
+    ``specs``: by name. ``modules``: whose forwards use them; after the last of them has run the unit is done with.
+    """
 
     name: str
     specs: Mapping[str, ShardSpec]
-    entry: nn.Module
+    modules: tuple[nn.Module, ...]
+
+    def split(
+        self, frozen: set[str], dtypes: Mapping[str, torch.dtype], persistence_threshold: int | None
+    ) -> list[BlockPlan]:
+        """The unit's blocks: what is trained apart from what is not, what stays gathered apart from what does not, each
+        dtype by itself.
+
+        ``frozen``: names of parameters that are not trained. ``persistence_threshold``: parameters of at most so many
+        elements stay gathered; None where all do.
+        """
+        parts: dict[tuple[bool, bool, str], dict[str, ShardSpec]] = {}
+        for name, spec in self.specs.items():
+            persistent = persistence_threshold is None or spec.numel <= persistence_threshold
+            parts.setdefault((name not in frozen, persistent, str(dtypes[name])), {})[name] = spec
+        return [
+            BlockPlan(self.name, specs, trainable, persistent, dtypes[next(iter(specs))])
+            for (trainable, persistent, _), specs in sorted(parts.items(), reverse=True)
+        ]
 
 
-def decoder_blocks(model: nn.Module, specs: Mapping[str, ShardSpec]) -> list[BlockPlan]:
-    """The blocks of one pipeline stage of a decoder, in the order of use in forward.
+@dataclass(frozen=True)
+class BlockPlan:
+    """``specs``: the block's local parameters, by name. ``persistent``: whole on every rank between uses."""
 
-    The word embedding is a block of its own, also where it serves as the head of another stage, so that both
+    name: str
+    specs: Mapping[str, ShardSpec]
+    trainable: bool
+    persistent: bool
+    dtype: torch.dtype
+
+
+def decoder_units(model: nn.Module, specs: Mapping[str, ShardSpec]) -> list[Unit]:
+    """The units of one pipeline stage of a decoder, in the order of use in forward.
+
+    The word embedding is a unit of its own, also where it serves as the head of another stage, so that both
     copies have the same layout and are sharded alike.
     """
     word = "embedding.word.weight"
@@ -30,19 +63,22 @@ def decoder_blocks(model: nn.Module, specs: Mapping[str, ShardSpec]) -> list[Blo
     def under(prefix: str) -> dict[str, ShardSpec]:
         return {name: spec for name, spec in specs.items() if name.startswith(prefix)}
 
-    plans = []
+    tied_here = model.config.tie_word_embeddings and model.head is not None
+    units = []
     if model.embedding is not None:
-        plans.append(BlockPlan("embedding.word", {word: specs[word]}, model.embedding.word))
+        modules = (model.embedding.word, model.head) if tied_here else (model.embedding.word,)
+        units.append(Unit("embedding.word", {word: specs[word]}, modules))
         if model.embedding.position is not None:
-            plans.append(BlockPlan("embedding.position", under("embedding.position."), model.embedding.position))
-    plans += [BlockPlan(f"layers.{i}", under(f"layers.{i}."), layer) for i, layer in model.layers.items()]
+            units.append(Unit("embedding.position", under("embedding.position."), (model.embedding.position,)))
+    units += [Unit(f"layers.{i}", under(f"layers.{i}."), (layer,)) for i, layer in model.layers.items()]
     if model.final_norm is not None:
         tail = under("final_norm.")
         head = under("head.")
-        if not model.config.tie_word_embeddings:
-            tail, head = tail | head, {}
-        plans.append(BlockPlan("final", tail, model.final_norm))
-        if head:
-            plans.append(BlockPlan("embedding.word", head, model.head))
-    assert sum(len(plan.specs) for plan in plans) == len(specs), "a parameter lies in no block, or in two"
-    return plans
+        if model.config.tie_word_embeddings:
+            units.append(Unit("final", tail, (model.final_norm,)))
+            if head:
+                units.append(Unit("embedding.word", head, (model.head,)))
+        else:
+            units.append(Unit("final", tail | head, (model.final_norm, model.head)))
+    assert sum(len(unit.specs) for unit in units) == len(specs), "a parameter lies in no unit, or in two"
+    return units

@@ -7,16 +7,15 @@ is at most one contiguous range per group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.sharding import Piece, Rectangle, ShardSpec, flat_range_boxes
 
 ALIGNMENT = 64  # elements: 128 bytes in bf16, what matrix kernels and NCCL read fastest
-GROUPS = ("decay", "no_decay")  # optimizer groups, in buffer order
 
 
-def optimizer_group(spec: ShardSpec) -> str:
+def optimizer_group(name: str, spec: ShardSpec) -> str:
     """Biases and norms (1-D) are not decayed."""
     return "decay" if len(spec.local_shape) > 1 else "no_decay"
 
@@ -53,15 +52,21 @@ class FlatLayout:
     shards: int
 
     @staticmethod
-    def build(name: str, specs: Mapping[str, ShardSpec], shards: int) -> FlatLayout:
-        """Lay out parameters (name → spec) for ``shards`` equal slices."""
+    def build(
+        name: str,
+        specs: Mapping[str, ShardSpec],
+        shards: int,
+        group_of: Callable[[str, ShardSpec], str] = optimizer_group,
+    ) -> FlatLayout:
+        """Lay out parameters (name → spec) for ``shards`` equal slices, those of one optimizer group together."""
         entries: list[Entry] = []
         groups: dict[str, tuple[int, int]] = {}
         position = 0
-        for group in GROUPS:
+        group_by_name = {parameter: group_of(parameter, spec) for parameter, spec in specs.items()}
+        for group in sorted(set(group_by_name.values())):
             start = position
             for parameter, spec in specs.items():
-                if optimizer_group(spec) == group:
+                if group_by_name[parameter] == group:
                     entries.append(Entry(parameter, spec, position))
                     position = _aligned(position + spec.numel, ALIGNMENT)
             if position > start:

@@ -53,12 +53,15 @@ class PartialSums:
 
 
 class GradientNorm:
-    """The squared norm of this rank's share of the gradient: each element counts on one rank only."""
+    """The squared norm of this rank's share of the gradient: each element counts on one rank only.
 
-    def __init__(self, blocks: Sequence[Block], coordinates: Mapping[str, int]) -> None:
+    ``counts``: whether this rank's copy of the model state is the one that does.
+    """
+
+    def __init__(self, blocks: Sequence[Block], coordinates: Mapping[str, int], counts: bool = True) -> None:
         self.blocks = blocks
         self._ranges: list[tuple[int, int, int]] = []
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(blocks if counts else ()):
             counted = [
                 (index, first - block.owned[0], last - block.owned[0])
                 for first, last, piece, _ in block.layout.pieces(*block.shard)

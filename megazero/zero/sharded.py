@@ -2,45 +2,33 @@
 arXiv 1910.02054, section 5).
 
 [Note: order of collectives]
-Every rank issues the same collectives in the same order: reductions in reverse block order, gathers in block
-order. A block whose gradient is ready before its turn waits, and what never became ready (a parameter unused on
-this rank) is flushed with zeros when backward ends.
-
-[Note: when a block's gradient is complete]
-An identity on the block's input has the lowest sequence number of everything the block computes, and autograd
-runs gradient accumulation before anything else that is ready; so when the identity's backward runs, the
-parameters' gradients are all there. A block whose input needs no gradient is complete when backward ends.
+Every rank issues the same collectives in the same order: reductions in reverse block order, gathers in the order of
+use. A block whose gradient is ready before its turn waits, and what never became ready (a parameter unused on
+this rank) is flushed with zeros when backward ends. A gather that no earlier pass foretold is agreed on first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import chain
 
 import torch
 from torch import nn
 
 from megazero.comm import Communicator, Work
-from megazero.zero.block import Block, State
-from megazero.zero.blocks import BlockPlan
-from megazero.zero.flat import FlatLayout, buckets
+from megazero.errors import MegazeroError
+from megazero.sharding import Rectangle, ShardSpec
+from megazero.topology import Topology
+from megazero.zero.block import Block, Reader, Sharding, State
+from megazero.zero.blocks import Unit
+from megazero.zero.flat import FlatLayout, buckets, optimizer_group
+from megazero.zero.order import Agreement, UseOrder
 
 
-class _BackwardReached(torch.autograd.Function):
-    """Identity; its backward calls ``callback``."""
-
-    @staticmethod
-    def forward(ctx, x, callback):
-        ctx.callback = callback
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.callback()
-        return grad, None
-
-
-def _leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Put parameters without elements in place of those on the meta device, one for one, so that ties stay ties."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -50,115 +38,411 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
             setattr(module, name, replaced[parameter])
 
 
+@dataclass(frozen=True)
+class DataParallel:
+    """The groups that model state is cut over.
+
+    ``shard``: the ranks that hold one copy of the state between them; ``replicate``: those with the same slice of other
+    copies (MiCS, Zhang et al. 2022, arXiv 2205.00119); ``whole``: both. ``local``: where backward gathers from a second
+    copy kept by fewer, nearer ranks, these (hpZ, Wang et al. 2023, arXiv 2306.10209, section 4.2); else None.
+    """
+
+    whole: Communicator
+    shard: Communicator
+    replicate: Communicator
+    local: Communicator | None = None
+    agreement: Agreement | None = None
+
+    @staticmethod
+    def simple(whole: Communicator, agreement: Agreement | None = None) -> DataParallel:
+        """One copy of the state over all ranks."""
+        return DataParallel(whole, whole, Communicator(None, 1, 0), None, agreement)
+
+
+def data_parallel(topology: Topology, mics_shard_size: int, hpz_partition_size: int, timeout: float) -> DataParallel:
+    """A rank's groups. ``timeout``: seconds to wait for a rank that goes another way."""
+    size, rank = topology.layout.dp, topology.coordinates["dp"]
+    ranks = topology.layout.along(topology.rank, "dp")
+    whole = topology.communicator("dp")
+    shard, local = mics_shard_size or size, hpz_partition_size
+    near, nearer = rank // shard * shard, rank // max(local, 1) * local
+    return DataParallel(
+        whole=whole,
+        shard=whole if shard == size else topology.communicator("dp", tuple(range(near, near + shard))),
+        replicate=topology.communicator("dp", tuple(range(rank % shard, size, shard))),
+        local=topology.communicator("dp", tuple(range(nearer, nearer + local))) if 1 < local < size else None,
+        agreement=Agreement(ranks, topology.rank, timedelta(seconds=timeout)) if size > 1 else None,
+    )
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """``stage`` and sizes in elements; see config_tree.ZeroSection. ``keep_gathered``: parameters stay whole from their
+    first use in a step to its last, over all its micro-batches. ``overlap``: backward goes on while a bucket is
+    reduced."""
+
+    stage: int
+    reduce_bucket_size: int
+    allgather_bucket_size: int
+    prefetch_bucket_size: int
+    persistence_threshold: int
+    max_live_parameters: int
+    reshard_after_forward: bool = True
+    keep_gathered: bool = False
+    overlap: bool = True
+
+
+@dataclass
+class _Unit:
+    """A unit at run time. ``waiting``: its modules that have not run since it was gathered."""
+
+    plan: Unit
+    blocks: list[int]
+    freed: list[Block]
+    waiting: set[nn.Module]
+
+    @property
+    def numel(self) -> int:
+        return sum(block.layout.numel for block in self.freed)
+
+
 class ShardedModel:
     """The blocks of one rank's model and the data-parallel collectives on them.
 
-    ``stage`` 0 keeps everything whole on every rank, 1 cuts the optimizer state.
+    It is driven by passes: ``begin_forward``, the hooks of zero.hooks as modules run, ``end_forward``;
+    ``begin_backward``, the hooks again, ``finish_backward``. Optimizers go by ``update_buckets``.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plans: Sequence[BlockPlan],
-        stage: int,
-        dp: Communicator,
+        units: Sequence[Unit],
+        groups: DataParallel,
+        settings: ZeroSettings,
         *,
-        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
         grad_dtype: torch.dtype,
         device: torch.device,
-        reduce_bucket_size: int,
-        allgather_bucket_size: int,
+        group_of: Callable[[str, ShardSpec], str] = optimizer_group,
+        value_of: Callable[[str, nn.Parameter], torch.Tensor] | None = None,
+        guard: type[nn.Parameter] | None = None,
     ) -> None:
-        self.dp, self.stage = dp, stage
-        _leave_meta(model, dtype, device)
+        """``dtypes``: of each parameter's copy for the model's use. ``group_of``: a parameter's optimizer group.
+
+        ``value_of``: the whole of a parameter's values, the same on every rank, asked for block by block; without it
+        the blocks are left to be loaded.
+        """
+        self.groups, self.settings = groups, settings
+        self.sharding = Sharding.of_stage(settings.stage)
         parameters = dict(model.named_parameters())
+        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        threshold = settings.persistence_threshold if self.sharding.parameters else None
         self.blocks: list[Block] = []
-        for plan in plans:
-            layout = FlatLayout.build(plan.name, plan.specs, dp.size)
-            self.blocks.append(Block(layout, parameters, dp.rank, stage >= 1, dtype, grad_dtype, device))
-        layouts = [block.layout for block in self.blocks]
-        backward_order = range(len(self.blocks))[::-1]
-        reduce = buckets([layouts[i] for i in backward_order], reduce_bucket_size)
-        self._reduce_buckets = [[backward_order[i] for i in bucket] for bucket in reduce]
-        self.gather_buckets = buckets(layouts, allgather_bucket_size)
+        self.units: list[_Unit] = []
+        for unit in units:
+            indices = []
+            for plan in unit.split(frozen, dtypes, threshold):
+                layout = FlatLayout.build(plan.name, plan.specs, groups.shard.size, group_of)
+                values = {n: value_of(n, parameters[n]) for n in plan.specs} if value_of is not None else None
+                sharding = replace(self.sharding, parameters=self.sharding.parameters and not plan.persistent)
+                rank, grads = groups.shard.rank, grad_dtype
+                block = Block(layout, parameters, rank, sharding, plan.dtype, grads, device, plan.trainable, guard)
+                indices.append(len(self.blocks))
+                self.blocks.append(block)
+                if values is not None:
+                    block.load("weight", _boxes_of(values))
+            freed = [self.blocks[i] for i in indices if self.blocks[i].sharding.parameters]
+            self.units.append(_Unit(unit, indices, freed, set(unit.modules)))
+        self._plan_buckets()
+        self._unit_of = {id(block): unit for unit in self.units for block in unit.freed}
+        self._orders = {"forward": UseOrder(), "evaluation": UseOrder(), "backward": UseOrder()}
+        self._order = self._orders["forward"]
+        self.in_backward = self._in_pass = False
+        self.uses: Counter[int] = Counter()  # forwards of a unit whose backward is to come
+        self._entered = 0  # units in the running forward
+        self._live = 0  # gathered elements of blocks that come and go
         self._complete: set[int] = set()  # blocks whose gradient of the running backward is accumulated
-        self._reducing = False
+        self._last_of_step = False
+        self._reduced = False  # whole gradients are summed over ranks already
         self._next_reduction = 0
-        self._works: list[Work] = []
-        for index, plan in enumerate(plans):
-            plan.entry.register_forward_pre_hook(self._pre_forward(index))
+        self._in_flight: deque[tuple[list[int], Work | None]] = deque()
+        self._local_copies: dict[int, torch.Tensor] = {}
 
-    def _pre_forward(self, index: int):
-        def hook(module: nn.Module, args: tuple) -> tuple | None:
-            self.blocks[index].use()
-            x = args[0]
-            if torch.is_grad_enabled() and x.requires_grad:
-                return (_BackwardReached.apply(x, lambda: self._block_complete(index)), *args[1:])
-            return None
+    def _plan_buckets(self) -> None:
+        layouts = [block.layout for block in self.blocks]
+        trained = [i for i in range(len(self.blocks)) if self.blocks[i].trainable]
+        self.update_buckets = _of(trained, buckets([layouts[i] for i in trained], self.settings.allgather_bucket_size))
+        backward = trained[::-1]
+        reduce = buckets([layouts[i] for i in backward], self.settings.reduce_bucket_size)
+        self._reduce_buckets = _of(backward, reduce)
+        resident = [i for i, block in enumerate(self.blocks) if not block.sharding.parameters]
+        self._gather_buckets = _of(
+            resident, buckets([layouts[i] for i in resident], self.settings.allgather_bucket_size)
+        )
 
-        return hook
+    # Gathering
 
     def gather(self) -> None:
-        """Issue the all-gather of every stale block, bucket by bucket in the order of use."""
-        for bucket in self.gather_buckets:
+        """Issue the all-gather of every stale block that stays whole between uses, bucket by bucket."""
+        for bucket in self._gather_buckets:
             self.gather_bucket(bucket)
 
     def gather_bucket(self, bucket: Sequence[int]) -> None:
-        """Issue the all-gather of the stale blocks among ``bucket``."""
-        stale = [self.blocks[i] for i in bucket if self.blocks[i].state is State.SHARDED]
-        if not stale:
+        """Issue the all-gather of the stale blocks among ``bucket`` that stay whole between uses."""
+        blocks = [self.blocks[i] for i in bucket]
+        self._issue_gather([b for b in blocks if not b.sharding.parameters and b.state is State.SHARDED])
+
+    def _issue_gather(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if not block.layout.numel:
+                block.gathering(None)
+        blocks = [block for block in blocks if block.layout.numel]
+        if not blocks:
             return
-        cut = self.stage >= 1 and self.dp.size > 1
-        work = self.dp.all_gather([block.flat for block in stale]) if cut else None
-        for block in stale:
+        shard, local = self.groups.shard, self.groups.local
+        if local is not None and self.in_backward and all(id(block) in self._local_copies for block in blocks):
+            work = local.all_gather([b.gather_into() for b in blocks], [self._local_copies[id(b)] for b in blocks])
+        elif self.sharding.state and shard.size > 1:
+            work = shard.all_gather([b.gather_into() for b in blocks], [b.values for b in blocks])
+        else:
+            work = None
+            for block in blocks:
+                if block.sharding.parameters:
+                    block.gather_into().copy_(block.values)
+        for block in blocks:
             block.gathering(work)
 
+    def enter(self, index: int) -> None:
+        """A unit is about to be used, in forward or backward: make its parameters whole, and fetch ahead."""
+        unit = self.units[index]
+        if not self._in_pass:
+            self.begin_pass()
+        self._entered += 1
+        if self._entered > 2:
+            # The last buckets of the backward before had the time of the first layers' forward to be reduced.
+            self._finish_cut_gradients()
+        if unit.freed:
+            foretold = self._order.use(index)
+            self._fetch(index, foretold)
+            self._prefetch()
+        for i in unit.blocks:
+            self.blocks[i].use()
+
+    def _fetch(self, index: int, foretold: bool) -> None:
+        unit = self.units[index]
+        stale = [block for block in unit.freed if block.state is State.SHARDED]
+        if not stale:
+            return
+        if not foretold and self.groups.agreement is not None:
+            self.groups.agreement.on(unit.plan.name)
+        self._issue_gather(stale)
+        self._live += sum(block.layout.numel for block in stale)
+        unit.waiting = set(unit.plan.modules)
+
+    def _prefetch(self) -> None:
+        ahead = 0
+        for index in self._order.ahead():
+            unit = self.units[index]
+            # A unit is never cut: the next one is fetched whatever its size, unless nothing is to be.
+            size, ahead = ahead, ahead + unit.numel
+            if (size and ahead > self.settings.prefetch_bucket_size) or not self.settings.prefetch_bucket_size:
+                return
+            if any(block.state is State.SHARDED for block in unit.freed):
+                if self._live + unit.numel > self.settings.max_live_parameters:
+                    return
+                self._fetch(index, foretold=True)
+
+    def leave(self, index: int, module: nn.Module) -> None:
+        """A module of a unit has run forward."""
+        unit = self.units[index]
+        if not unit.freed or self.in_backward:
+            return
+        unit.waiting.discard(module)
+        if not unit.waiting and self._reshards_after_forward:
+            self.release(index)
+
+    @property
+    def _evaluating(self) -> bool:
+        return self._order is self._orders["evaluation"]
+
+    @property
+    def _reshards_after_forward(self) -> bool:
+        return self._evaluating or (self.settings.reshard_after_forward and not self.settings.keep_gathered)
+
+    def release(self, index: int) -> None:
+        """Let go of a unit's parameters."""
+        for block in self.units[index].freed:
+            if block.state is State.SHARDED:
+                continue
+            self._keep_local_copy(block)
+            self._live -= block.layout.numel
+            block.release()
+
+    def _keep_local_copy(self, block: Block) -> None:
+        local = self.groups.local
+        if local is None or self.in_backward or self._evaluating:
+            return
+        block.use()
+        copy = self._local_copies.get(id(block))
+        if copy is None:
+            copy = self._local_copies[id(block)] = torch.empty_like(local.slice_of(block.flat))
+        copy.copy_(local.slice_of(block.flat))
+
+    def release_all(self) -> None:
+        for index in range(len(self.units)):
+            self.release(index)
+
     def use_all(self) -> None:
-        """Order what follows after every all-gather."""
+        """Make every parameter whole; where parameters are cut, until ``release_all``."""
         self.gather()
+        for unit in self.units:
+            stale = [block for block in unit.freed if block.state is State.SHARDED]
+            self._issue_gather(stale)
+            self._live += sum(block.layout.numel for block in stale)
         for block in self.blocks:
             block.use()
 
-    def reduce_in_next_backward(self) -> None:
-        """The backward that follows completes the accumulated gradients: reduce each bucket as it is done."""
-        self._reducing = True
-        self._next_reduction = 0
+    # Passes
 
-    def _block_complete(self, index: int) -> None:
-        self.blocks[index].accumulate()
-        self._complete.add(index)
-        if self._reducing:
-            self._reduce_ready()
+    def begin_forward(self) -> None:
+        """A forward of its own is about to run: the next backward is one forward's."""
+        self.uses = Counter()
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        self._order = self._orders["forward" if torch.is_grad_enabled() else "evaluation"]
+        self._order.begin()
+        self._in_pass = True
+        self._entered = 0
+
+    def end_forward(self) -> None:
+        """What was gathered and whose turn to be let go did not come is let go."""
+        self._order.end()
+        self._in_pass = False
+        if self._reshards_after_forward:
+            self.release_all()
+
+    def begin_backward(self) -> None:
+        self._finish_cut_gradients()
+        if self._reduced:
+            # Another backward in the same step after one that was to be the last: what is summed over ranks is set
+            # apart, so that it is not summed again.
+            self.wait_for_gradients()
+            for block in self.trained:
+                block.keep_owned()
+            self._reduced = False
+        self.in_backward = True
+        self._next_reduction = 0
+        self._order = self._orders["backward"]
+        self._order.begin()
+        self._in_pass = True
+
+    def reduce_in_next_backward(self) -> None:
+        """The backward that follows is the step's last: it completes the accumulated gradients."""
+        self._last_of_step = True
+
+    def unit_complete(self, index: int) -> None:
+        """A unit's parameters have all their gradients of the running backward."""
+        for i in reversed(self.units[index].blocks):
+            self._accumulate(i)
+        if self._lets_go_in_backward:
+            self.release(index)
+        self._reduce_ready()
+
+    @property
+    def _lets_go_in_backward(self) -> bool:
+        return self._last_of_step or not self.settings.keep_gathered
+
+    def _accumulate(self, index: int) -> None:
+        if self.blocks[index].trainable and index not in self._complete:
+            self.blocks[index].accumulate()
+            self._complete.add(index)
+
+    def _reduces(self) -> bool:
+        return self._last_of_step or self.sharding.gradients
 
     def _reduce_ready(self) -> None:
-        while self._next_reduction < len(self._reduce_buckets):
+        while self._reduces() and self._next_reduction < len(self._reduce_buckets):
             bucket = self._reduce_buckets[self._next_reduction]
             if not self._complete.issuperset(bucket):
                 return
             self._next_reduction += 1
-            if self.dp.size > 1:
-                grads = [self.blocks[i].grad for i in bucket]
-                collective = self.dp.reduce_scatter if self.stage >= 1 else self.dp.all_reduce
-                self._works.append(collective(grads))
+            work = None
+            if self.groups.shard.size > 1:
+                grads = [self.blocks[i].grad for i in bucket if self.blocks[i].layout.numel]
+                collective = self.groups.shard.reduce_scatter if self.sharding.state else self.groups.shard.all_reduce
+                work = collective(grads) if grads else None
+            if work is not None and not self.settings.overlap:
+                work.wait()
+            self._in_flight.append((bucket, work))
+            # Two buckets' whole gradients at a time: one being reduced while backward fills the next.
+            if self.sharding.gradients and len(self._in_flight) > 1:
+                self._finish_reduction()
+
+    def _finish_cut_gradients(self) -> None:
+        while self.sharding.gradients and not self.in_backward and self._in_flight:
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        bucket, work = self._in_flight.popleft()
+        if work is not None:
+            work.wait()
+        if self.sharding.gradients:
+            for i in bucket:
+                self.blocks[i].keep_owned()
 
     def finish_backward(self) -> None:
         """Call after every backward: flush blocks that autograd did not report, in order."""
         for index in reversed(range(len(self.blocks))):
-            if index not in self._complete:
-                self._block_complete(index)
+            self._accumulate(index)
+        self._reduce_ready()
+        late = [name for name, parameter in self.named_parameters() if parameter.grad is not None]
+        if late:
+            raise MegazeroError(
+                f"a gradient of {late[0]} came after those of its module were taken for complete: the module was used "
+                "by a graph of an earlier step. Run its forward and its backward in the same step"
+            )
         self._complete.clear()
-        if self._reducing:
+        self._order.end()
+        self.in_backward = self._in_pass = False
+        if self._lets_go_in_backward:
+            self.release_all()
+        if self._reduces():
             assert self._next_reduction == len(self._reduce_buckets)
-            self._reducing = False
+            self._reduced = not self.sharding.gradients
+        self._last_of_step = False
 
     def wait_for_gradients(self) -> None:
         """Order what follows after every reduction."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        while self._in_flight:
+            self._finish_reduction()
+
+    def finish_gradients(self) -> None:
+        """The step's gradients are whole from here on: all reductions done, over copies of the state too."""
+        self.wait_for_gradients()
+        self._reduced = False
+        if self.groups.replicate.size > 1:
+            grads = [block.owned_grad() for block in self.blocks if block.trainable]
+            self.groups.replicate.all_reduce(grads).wait()
+
+    @property
+    def trained(self) -> list[Block]:
+        """Blocks with gradients and optimizer state."""
+        return [block for block in self.blocks if block.trainable]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Local parameters by name, in block order."""
         return chain.from_iterable(
             zip((e.name for e in block.layout.entries), block.parameters, strict=True) for block in self.blocks
         )
+
+
+def _boxes_of(values: Mapping[str, torch.Tensor]) -> Reader:
+    def read(name: str, shape: tuple[int, ...], box: Rectangle) -> torch.Tensor:
+        return values[name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
+
+    return read
+
+
+def _of(indices: Sequence[int], found: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[indices[i] for i in bucket] for bucket in found]

@@ -77,7 +77,22 @@ BAD = [
         {"parallel.sequence_parallel": "use 32 or 34 tokens"},
     ),
     ("--parallel.schedule interleaved", 1, {"parallel.schedule": "gpipe or 1f1b"}),
-    ("--zero.stage 3", 1, {"zero.stage": "not supported yet; use 0 or 1"}),
+    ("--zero.stage 2 --parallel.keep_gathered true", 1, {"parallel.keep_gathered": "use 3"}),
+    ("--zero.reshard_after_forward false", 1, {"zero.reshard_after_forward": "zero.stage = 0, which keeps"}),
+    (
+        "--zero.stage 3 --parallel.keep_gathered true --zero.reshard_after_forward false",
+        1,
+        {"zero.reshard_after_forward": "leave out one"},
+    ),
+    ("--zero.stage 1 --zero.zero_hpz_partition_size 2", 2, {"zero.zero_hpz_partition_size": "has no meaning"}),
+    ("--zero.stage 3 --zero.zero_hpz_partition_size 3", 4, {"zero.zero_hpz_partition_size": "use 1, 2 or 4"}),
+    ("--zero.mics_shard_size 2", 4, {"zero.mics_shard_size": "use 1, 2 or 3"}),
+    ("--zero.stage 3 --zero.mics_shard_size 3", 4, {"zero.mics_shard_size": "does not divide dp = 4"}),
+    (
+        "--zero.stage 3 --zero.mics_shard_size 2 --zero.zero_hpz_partition_size 2",
+        4,
+        {"zero.zero_hpz_partition_size": "leave out one"},
+    ),
     ("--zero.stage 4", 1, {"zero.stage": "at most 3"}),
     # settings that contradict each other
     ("--data.seq_length 2048", 1, {"data.seq_length": "model.max_position_embeddings = 1024"}),
@@ -211,5 +226,5 @@ def test_layout_refuses_processes_that_do_not_fit():
     config = Config.from_dict({"parallel": {"tp": 2}})
     with pytest.raises(ConfigError, match="does not divide the 3 processes"):
         config.layout(3)
-    with pytest.raises(ConfigError, match="zero.stage"):
-        Config(zero={"stage": 2}).validate_world(1)
+    with pytest.raises(ConfigError, match="zero.mics_shard_size"):
+        Config(zero={"stage": 2, "mics_shard_size": 2}).validate_world(1)

@@ -1,6 +1,6 @@
 """P1 on the reference runs: every layout against a plain Hugging Face model trained in float64 by one process.
 
-By default every layout once, every other choice at least once. The whole product, which takes an hour:
+By default every layout once, every other choice at least once. The whole product, which takes hours on two cores:
 ``bash tests/run.sh --whole -k reference_runs``.
 """
 
@@ -24,6 +24,7 @@ from tests.distributed.runs import Piece
 ORACLE = Path(__file__).parents[1] / "fixtures" / "oracle"
 CASES = ("gpt2-tied", "llama-gqa")
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (2, 2, 2), (1, 3, 2))
+CUT_LAYOUTS = ((1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2))
 LARGEST = 0
 
 
@@ -57,6 +58,11 @@ def whole_product() -> list[Choice]:
         ("none", "selective", "full"),
         (False, True),
     )
+    # Where gradients or parameters are cut, another order of gathers and reductions runs in every layout with dp.
+    values = itertools.chain(
+        values,
+        itertools.product(CASES, CUT_LAYOUTS, (2, 3), (1, 2, LARGEST), ("1f1b",), ("none", "full"), (False, True)),
+    )
     return [choice for choice in itertools.starmap(Choice, values) if not choice.sequence or choice.layout[0] > 1]
 
 
@@ -70,6 +76,11 @@ REDUCED = [
     Choice("llama-gqa", (1, 1, 2), 1, 2, "1f1b", "full", False),
     Choice("llama-gqa", (4, 1, 1), 0, LARGEST, "1f1b", "none", False),
     Choice("llama-gqa", (1, 4, 1), 1, 2, "1f1b", "none", False),
+    Choice("gpt2-tied", (1, 1, 4), 2, 1, "1f1b", "none", False),
+    Choice("llama-gqa", (2, 1, 2), 2, 2, "1f1b", "full", True),
+    Choice("gpt2-tied", (1, 2, 2), 3, 2, "1f1b", "full", False),
+    Choice("gpt2-tied", (1, 1, 2), 3, LARGEST, "1f1b", "none", False),
+    Choice("llama-gqa", (2, 2, 2), 3, LARGEST, "1f1b", "none", True),
 ]
 
 
@@ -87,7 +98,12 @@ def config_of(choice: Choice) -> Config:
         "model": {"init_from": str(directory / "hf_init")},
         "parallel": {"tp": tp, "pp": pp, "schedule": choice.schedule, "sequence_parallel": choice.sequence},
         # Buckets of a few layers, so that there are several.
-        "zero": {"stage": choice.zero, "reduce_bucket_size": 80_000, "allgather_bucket_size": 40_000},
+        "zero": {
+            "stage": choice.zero,
+            "reduce_bucket_size": 80_000,
+            "allgather_bucket_size": 40_000,
+            "stage3_param_persistence_threshold": 100,
+        },
         "data": {"train": str(directory / "tokens"), "seq_length": recipe["seq_length"], "shuffle": False},
         "optimizer": {
             "lr": recipe["lr"],

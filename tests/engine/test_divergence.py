@@ -155,10 +155,12 @@ def overflow_in_fp16(settings: dict) -> dict:
             hook = None
             if step == 2 and engine.topology.rank == last:
                 hook = parameters(engine)["layers.2.mlp.down.weight"].register_hook(lambda grad: grad * torch.inf)
-            before = copy.deepcopy([(b.master, b.exp_avg, b.exp_avg_sq, b.flat) for b in engine.stage.sharded.blocks])
+            before = copy.deepcopy(
+                [(b.master, *b.optimizer_state.values(), b.flat) for b in engine.stage.sharded.blocks]
+            )
             metrics = engine.train_batch(train)
             parameters(engine)
-            after = [(b.master, b.exp_avg, b.exp_avg_sq, b.flat) for b in engine.stage.sharded.blocks]
+            after = [(b.master, *b.optimizer_state.values(), b.flat) for b in engine.stage.sharded.blocks]
             same = all(torch.equal(x, y) for old, new in zip(before, after) for x, y in zip(old, new))
             numbers = (metrics.lr, float(engine.optimizer.adam.count), float(engine.optimizer.loss_scale), same)
             seen.append((engine.step, engine.consumed_samples, *numbers))
@@ -219,22 +221,33 @@ def test_a_gradient_of_zero_leaves_only_decay(corpus: Path) -> None:
         metrics = engine.train_batch(AllMasked(train))
         (block,) = [block for block in engine.stage.sharded.blocks if block.layout.name == "layers.1"]
         assert float(metrics.loss) == 0 and float(metrics.grad_norm) == 0
-        assert not block.exp_avg.any() and not block.exp_avg_sq.any()
+        assert not block.owned_state("exp_avg").any() and not block.owned_state("exp_avg_sq").any()
 
         engine.train_batch(train)
         weight = parameters(engine)["layers.1.mlp.down.weight"]
         bias = parameters(engine)["layers.1.mlp.down.bias"]
-        before = weight.detach().clone(), bias.detach().clone(), block.exp_avg.clone(), block.exp_avg_sq.clone()
+        before = (
+            weight.detach().clone(),
+            bias.detach().clone(),
+            block.owned_state("exp_avg").clone(),
+            block.owned_state("exp_avg_sq").clone(),
+        )
         lr = engine.train_batch(AllMasked(train)).lr
         parameters(engine)
-        torch.testing.assert_close(block.exp_avg, 0.9 * before[2])
-        torch.testing.assert_close(block.exp_avg_sq, 0.95 * before[3])
+        torch.testing.assert_close(block.owned_state("exp_avg"), 0.9 * before[2])
+        torch.testing.assert_close(block.owned_state("exp_avg_sq"), 0.95 * before[3])
         (entry,) = [entry for entry in block.layout.entries if entry.name == "layers.1.mlp.down.weight"]
-        mean, square = (x[entry.start : entry.end].view_as(weight) for x in (block.exp_avg, block.exp_avg_sq))
+        mean, square = (
+            x[entry.start : entry.end].view_as(weight)
+            for x in (block.owned_state("exp_avg"), block.owned_state("exp_avg_sq"))
+        )
         update = (mean / (1 - 0.9**3)) / ((square / (1 - 0.95**3)).sqrt() + 1e-8)
         torch.testing.assert_close(weight.detach(), before[0] * (1 - lr * 0.3) - lr * update)
         (entry,) = [entry for entry in block.layout.entries if entry.name == "layers.1.mlp.down.bias"]
-        mean, square = (x[entry.start : entry.end].view_as(bias) for x in (block.exp_avg, block.exp_avg_sq))
+        mean, square = (
+            x[entry.start : entry.end].view_as(bias)
+            for x in (block.owned_state("exp_avg"), block.owned_state("exp_avg_sq"))
+        )
         update = (mean / (1 - 0.9**3)) / ((square / (1 - 0.95**3)).sqrt() + 1e-8)
         torch.testing.assert_close(bias.detach(), before[1] - lr * update)
 

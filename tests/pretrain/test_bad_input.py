@@ -62,7 +62,7 @@ BAD: dict[str, Row] = {
     "dropout": (1, None, {"model.dropout": 1.0}, ("model.dropout:", "below 1")),
     "preset": (1, None, {"model.preset": "gpt2-124"}, ("model.preset:", "did you mean gpt2-124m?")),
     "two at once": (4, None, {"parallel.tp": 3, "train.seed": -1}, ("parallel.tp:", "train.seed:")),
-    "ZeRO stage": (2, None, {"zero.stage": 3}, ("zero.stage: 3 is not supported yet; use 0 or 1",)),
+    "ZeRO stage": (2, None, {"zero.stage": 4}, ("zero.stage: 4 must be at most 3",)),
     "positions": (1, None, {"data.seq_length": 17}, ("data.seq_length: 17 tokens are more than", "raise that to 17")),
     # configuration files
     "no such file": (1, None, {"config": "{here}/none.yaml"}, ("--config", "none.yaml: No such file")),

@@ -15,7 +15,7 @@ from megazero.layout import Layout
 from megazero.models.parameters import parameter_shapes
 from megazero.sharding import ShardSpec, is_counted, whole
 from megazero.tensor_parallel.mappings import TensorParallel
-from megazero.zero.blocks import decoder_blocks
+from megazero.zero.blocks import decoder_units
 from megazero.zero.flat import ALIGNMENT, FlatLayout, buckets
 
 shapes = st.one_of(
@@ -140,7 +140,7 @@ def test_all_ranks_together_hold_the_model_once(model: str, grid: tuple[int, int
         coordinates = ranks.coordinates(rank)
         place = TensorParallel(tp, coordinates["tp"], sequence and tp > 1)
         decoder, specs = describe_stage(config, config.model.architecture, coordinates, place)
-        for plan in decoder_blocks(decoder, specs):
+        for plan in decoder_units(decoder, specs):
             layout = FlatLayout.build(plan.name, plan.specs, dp)
             for _, piece, box in layout.boxes(*layout.shard(coordinates["dp"])):
                 index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape))

@@ -11,8 +11,9 @@ from torch import nn
 
 from megazero.comm import Communicator
 from megazero.sharding import whole
-from megazero.zero.blocks import BlockPlan
-from megazero.zero.sharded import ShardedModel
+from megazero.zero.blocks import Unit
+from megazero.zero.hooks import install_hooks
+from megazero.zero.sharded import DataParallel, ShardedModel, ZeroSettings, leave_meta
 
 WIDTH = 6
 
@@ -38,33 +39,44 @@ def values(name: str) -> torch.Tensor:
     return torch.randn((WIDTH, WIDTH) if attribute == "weight" else (WIDTH,), generator=generator) * 0.4
 
 
-def sharded_chain(stage: int, bucket: int) -> tuple[Chain, ShardedModel]:
+def sharded_chain(stage: int, bucket: int, prefetch: int = 10**9) -> tuple[Chain, ShardedModel]:
     model = Chain()
-    plans = []
+    units = []
     for index, part in enumerate(model.parts):
         specs = {
             f"parts.{index}.{name}": whole(f"parts.{index}.{name}", tuple(p.shape))
             for name, p in part.named_parameters()
         }
-        plans.append(BlockPlan(str(index), specs, part))
+        units.append(Unit(str(index), specs, (part,)))
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    device = torch.device("cpu")
+    leave_meta(model, torch.float32, device)
     sharded = ShardedModel(
         model,
-        plans,
-        stage,
-        Communicator(group, dist.get_world_size(), dist.get_rank()),
-        dtype=torch.float32,
+        units,
+        DataParallel.simple(Communicator(group, dist.get_world_size(), dist.get_rank())),
+        ZeroSettings(stage, bucket, bucket, prefetch, 0, 10**9),
+        dtypes={name: torch.float32 for name, _ in model.named_parameters()},
         grad_dtype=torch.float32,
-        device=torch.device("cpu"),
-        reduce_bucket_size=bucket,
-        allgather_bucket_size=bucket,
+        device=device,
     )
+    install_hooks(sharded)
     for block in sharded.blocks:
-        block.load_master(
-            lambda name, shape, box: values(name)[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape))]
+        block.load(
+            "weight",
+            lambda name, shape, box: values(name)[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape))],
         )
     sharded.gather()
     return model, sharded
+
+
+def forward_backward(model: Chain, sharded: ShardedModel, x: torch.Tensor, skip: int | None) -> None:
+    sharded.begin_forward()
+    loss = model(x, skip)
+    sharded.end_forward()
+    sharded.begin_backward()
+    loss.backward()
+    sharded.finish_backward()
 
 
 def data(rank: int, micro_batch: int) -> torch.Tensor:
@@ -78,11 +90,10 @@ def reduce_once(stage: int, bucket: int, skips: list[list[int | None]]):
     for micro_batch, skip in enumerate(skips[rank]):
         if micro_batch == len(skips[rank]) - 1:
             sharded.reduce_in_next_backward()
-        model(data(rank, micro_batch), skip).backward()
-        sharded.finish_backward()
+        forward_backward(model, sharded, data(rank, micro_batch), skip)
     sharded.wait_for_gradients()
     grads = [(index, *block.owned, block.owned_grad().clone()) for index, block in enumerate(sharded.blocks)]
-    return grads, dict(sharded.dp.calls), dict(sharded.dp.elements)
+    return grads, dict(sharded.groups.whole.calls), dict(sharded.groups.whole.elements)
 
 
 def truth(skips: list[list[int | None]]) -> dict[str, torch.Tensor]:
@@ -132,7 +143,7 @@ def test_gradients_are_summed_once_in_as_many_calls_as_buckets(
         assert elements == {name: 3 * NUMEL for name in counted}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("bucket", [1, 10**9])
 @pytest.mark.parametrize(
     "skips",
@@ -151,7 +162,7 @@ def test_a_block_unused_on_a_rank_hangs_nobody(ranks: Callable, stage: int, buck
 
 
 def test_one_rank_needs_no_collective(ranks: Callable) -> None:
-    for stage in (0, 1):
+    for stage in (0, 1, 2, 3):
         results = ranks(1, reduce_once, stage, 1, [[None, 1, None]])
         check(results, [[None, 1, None]])
         assert results[0][1] == {}
@@ -159,8 +170,7 @@ def test_one_rank_needs_no_collective(ranks: Callable) -> None:
 
 def use_without_gather() -> str:
     model, sharded = sharded_chain(1, 1)
-    model(data(0, 0), None).backward()
-    sharded.finish_backward()
+    forward_backward(model, sharded, data(0, 0), None)
     sharded.wait_for_gradients()
     for block in sharded.blocks:
         block.updated()

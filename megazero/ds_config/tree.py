@@ -1,0 +1,126 @@
+"""What a ds_config says, typed. Names are DeepSpeed's where megazero's own settings have none for the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Sizes are in elements. ``mics_shard_size``: processes in a shard group, the data-parallel ones unless set."""
+
+    stage: int
+    overlap_comm: bool
+    contiguous_gradients: bool
+    reduce_bucket_size: int
+    allgather_bucket_size: int
+    stage3_prefetch_bucket_size: int
+    stage3_param_persistence_threshold: int
+    stage3_max_live_parameters: int
+    stage3_gather_16bit_weights_on_model_save: bool
+    mics_shard_size: int
+    zero_hpz_partition_size: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``dtype``: of parameters and activations; ``grad_dtype``: in which gradients accumulate and are reduced.
+
+    The rest is of float16. ``loss_scale``: a fixed factor, None where it is dynamic.
+    """
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    auto_cast: bool
+    loss_scale: float | None
+    initial_loss_scale: float
+    loss_scale_window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_loss_scale: float
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """``type``: Lion or a class of torch.optim; ``params``: its arguments. ``whole_tensors``: not for shards."""
+
+    type: str
+    params: Mapping[str, Any]
+    whole_tensors: bool
+
+
+@dataclass(frozen=True)
+class SchedulerChoice:
+    """``type``: one of DeepSpeed's five or a class of torch.optim.lr_scheduler; ``params``: its arguments."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CommsLogger:
+    enabled: bool
+    verbose: bool
+    prof_all: bool
+    prof_ops: tuple[str, ...]
+    debug: bool
+
+
+@dataclass(frozen=True)
+class FileMonitor:
+    """TensorBoard's events, or CSV files."""
+
+    enabled: bool
+    output_path: str
+    job_name: str
+
+
+@dataclass(frozen=True)
+class WandbMonitor:
+    enabled: bool
+    project: str
+    group: str | None
+    team: str | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``tag_validation``: Ignore, Warn or Fail."""
+
+    async_save: bool
+    tag_validation: str
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """A whole ds_config, every "auto" settled.
+
+    ``not_needed``: paths that were given and change nothing here. ``deferred``: "path = value" of each "auto" that
+    nobody resolved, with the default it got.
+    """
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    dataloader_drop_last: bool
+    seed: int | None
+    steps_per_print: int | None
+    wall_clock_breakdown: bool
+    dump_state: bool
+    zero_allow_untested_optimizer: bool
+    zero: Zero
+    precision: Precision
+    optimizer: OptimizerChoice | None
+    scheduler: SchedulerChoice | None
+    comms_logger: CommsLogger
+    tensorboard: FileMonitor
+    wandb: WandbMonitor
+    csv_monitor: FileMonitor
+    checkpoint: Checkpoint
+    not_needed: tuple[str, ...]
+    deferred: tuple[str, ...]

@@ -1,0 +1,1 @@
+"""ZeRO for any PyTorch model: `megazero.initialize` and the engine it returns."""

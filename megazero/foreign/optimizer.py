@@ -1,0 +1,151 @@
+"""Any optimizer of torch's on the parts of the parameters that a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.errors import ConfigError
+from megazero.zero.block import Block
+from megazero.zero.sharded import ShardedModel
+
+
+class Part:
+    """A stretch of a block's owned range that is one tensor to the optimizer: what of one group a rank owns, or, where
+    nothing is cut, one parameter in its own shape."""
+
+    def __init__(self, block: Block, start: int, end: int, shape: Sequence[int]) -> None:
+        base = block.owned[0]
+        self.block, self.shape = block, tuple(shape)
+        self.range = slice(start - base, end - base)
+        self.parameter = nn.Parameter(block.master[self.range].view(self.shape))
+
+    def gradient(self) -> torch.Tensor:
+        """In the master's dtype; may be written to."""
+        return self.block.owned_grad()[self.range].view(self.shape).to(self.parameter.dtype)
+
+    def start(self) -> int:
+        return self.block.owned[0] + self.range.start
+
+
+def parts_of(sharded: ShardedModel, groups: int) -> list[list[Part]]:
+    """By optimizer group (named by its index in the layouts), the parts this rank owns."""
+    found: list[list[Part]] = [[] for _ in range(groups)]
+    for block in sharded.trained:
+        if not sharded.sharding.state:
+            for entry in block.layout.entries:
+                group = (
+                    next(int(name) for name, (low, high) in block.layout.groups.items() if low <= entry.start <= high)
+                    if entry.spec.numel
+                    else None
+                )
+                if group is not None:
+                    found[group].append(Part(block, entry.start, entry.end, entry.spec.local_shape))
+            continue
+        for name, (start, end) in block.layout.group_ranges(*block.owned).items():
+            found[int(name)].append(Part(block, start, end, (end - start,)))
+    return found
+
+
+class ShardOptimizer:
+    """Steps a torch optimizer whose groups hold this rank's parts.
+
+    ``optimizer``: its ``param_groups`` keep their options and lose their parameters to the parts. Where torch's kernel
+    can skip by a flag on the device (fused Adam and AdamW), a step never waits for the host.
+    """
+
+    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, parts: list[list[Part]]) -> None:
+        self.sharded, self.optimizer, self.parts = sharded, optimizer, parts
+        self.all = [part for group in parts for part in group]
+        for group, own in zip(optimizer.param_groups, parts, strict=True):
+            group["params"] = [part.parameter for part in own]
+        optimizer.state.clear()
+        self.skips_on_device = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+
+    @torch.no_grad()
+    def step(self, factor: torch.Tensor, skip: torch.Tensor) -> None:
+        """``factor``: what gradients are multiplied by. ``skip``: float32 scalar, 1 where nothing may change."""
+        gradients = [part.gradient() for part in self.all]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        for part, gradient in zip(self.all, gradients, strict=True):
+            part.parameter.grad = gradient
+        if self.skips_on_device:
+            self.optimizer.found_inf = skip
+            self.optimizer.grad_scale = None
+            self.optimizer.step()
+        elif not bool(skip):
+            self.optimizer.step()
+        for part in self.all:
+            part.parameter.grad = None
+        for bucket in self.sharded.update_buckets:
+            for index in bucket:
+                self.sharded.blocks[index].updated()
+            self.sharded.gather_bucket(bucket)
+
+    def tensors(self) -> dict[Block, dict[str, torch.Tensor]]:
+        """Element-wise state of each block's owned range, by the optimizer's name for it; zero where none is yet."""
+        found: dict[Block, dict[str, torch.Tensor]] = {}
+        for name in self.tensor_names():
+            for part in self.all:
+                whole = found.setdefault(part.block, {})
+                if name not in whole:
+                    whole[name] = torch.zeros_like(part.block.master, dtype=torch.float32)
+                value = self.optimizer.state[part.parameter].get(name)
+                if isinstance(value, torch.Tensor):
+                    whole[name][part.range] = value.reshape(-1).float()
+        return found
+
+    def tensor_names(self) -> list[str]:
+        """Names of state tensors that have an element for each of the parameter's."""
+        names: dict[str, None] = {}
+        for part in self.all:
+            for name, value in self.optimizer.state[part.parameter].items():
+                if isinstance(value, torch.Tensor) and value.numel() == part.parameter.numel() and value.dim():
+                    names[name] = None
+        return list(names)
+
+    def scalars(self) -> dict[str, float]:
+        """State that is one number, the same for all parts: Adam's step count."""
+        found: dict[str, float] = {}
+        for part in self.all:
+            for name, value in self.optimizer.state[part.parameter].items():
+                if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim()):
+                    found[name] = float(value)
+        return found
+
+    def load(self, tensors: Mapping[Block, Mapping[str, torch.Tensor]], scalars: Mapping[str, Any]) -> None:
+        """The reverse of ``tensors`` and ``scalars``."""
+        for part in self.all:
+            state = self.optimizer.state[part.parameter]
+            state.clear()
+            for name, value in scalars.items():
+                on = part.parameter.device if self.skips_on_device else torch.device("cpu")
+                state[name] = torch.tensor(value, dtype=torch.float32, device=on)
+            for name, value in tensors.get(part.block, {}).items():
+                own = value[part.range].view(part.shape).to(part.parameter)
+                state[name] = own.clone()
+
+
+def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Parameter's name → the index of its optimizer group, spelled out; the rest of what is trained: the first group.
+
+    Raises ConfigError where a group holds a parameter that is not the model's.
+    """
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, str] = {}
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if parameter not in name_of:
+                raise ConfigError.single(
+                    "model_parameters",
+                    f"group {index} holds a tensor of shape {tuple(parameter.shape)} that is no "
+                    "parameter of the model; pass model.parameters() of the model given as model=",
+                )
+            found[name_of[parameter]] = str(index)
+    return found
