@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import restore
-from megazero.build import DTYPES, build_stage
+from megazero.build import DTYPES, attention_backends, build_stage
 from megazero.config import Config
 from megazero.diagnose import FiniteWatch, raise_divergence
 from megazero.errors import LaunchError
@@ -191,7 +191,8 @@ class Engine:
             if self._reports_loss:
                 total.add_(loss)
 
-        self._executor.run(actions, micro_batches, on_loss)
+        with attention_backends(self.device, self.config.train.deterministic):
+            self._executor.run(actions, micro_batches, on_loss)
         return total
 
     @property

@@ -15,7 +15,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ import torch.distributed as dist
 
 from megazero.config import Config, load_config
 from megazero.engine import Engine
+from megazero.errors import LaunchError
 from megazero.launch.environment import process_environment
 from megazero.launch.errors import report_errors
 from megazero.models.parameters import flops_per_token, parameter_count
 from megazero.telemetry.commit import running_commit
+from megazero.telemetry.kernels import DeviceTime, profile_steps
 from megazero.telemetry.peaks import device_peak_flops
 
 
@@ -117,6 +119,29 @@ def report(engine: Engine, seconds: float, loss: float, peak: int | None, comman
     }
 
 
+def profile(engine: Engine, source: RandomTokens, steps: int) -> list[DeviceTime]:
+    """Where each rank's device spends a step."""
+    if engine.device.type != "cuda":
+        raise LaunchError("--profile: there is no GPU to profile; leave it out")
+    own = profile_steps(lambda: engine.train_batch(source), steps)
+    times: list[Any] = [own]
+    if dist.is_initialized():
+        times = [None] * dist.get_world_size()
+        dist.all_gather_object(times, own)
+    return times
+
+
+def profile_lines(times: Sequence[DeviceTime]) -> Iterator[str]:
+    """Milliseconds a step, a line for each rank, and the kernels that took most on the first."""
+    for rank, spent in enumerate(times):
+        yield (
+            f"rank {rank}: {spent.span:.1f} ms a step: compute {spent.compute:.1f}, exposed communication "
+            f"{spent.exposed:.1f} of {spent.communication:.1f} (overlap {spent.overlap:.2f}), idle {spent.idle:.1f}"
+        )
+    for name, milliseconds in times[0].kernels if times else ():
+        yield f"  {milliseconds:8.2f} ms  {name[:100]}"
+
+
 def table_row(config: Config, found: dict[str, Any]) -> str:
     """The report as a row of README's table."""
     layout, peak, mfu = found["layout"], found["memory_allocated_peak"], found["mfu"]
@@ -139,9 +164,10 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts (default: 10)")
     parser.add_argument("--measure", type=int, default=20, help="steps that are timed (default: 20)")
+    parser.add_argument("--profile", type=int, default=0, help="steps profiled after those, on a GPU (default: 0)")
     own, settings = parser.parse_known_args(argv)
     environment = process_environment()
-    steps = own.warmup + own.measure
+    steps = own.warmup + own.measure + own.profile
     # Neither logging nor saving: both would wait for the device.
     settings += ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]
     config = load_config(settings, world_size=environment.world_size, needs_data=False)
@@ -149,10 +175,12 @@ def main(argv: Sequence[str]) -> None:
     with Engine(config, environment) as engine:
         seconds, loss = measure(engine, source, own.warmup, own.measure)
         peak = peak_memory(engine)
+        times = profile(engine, source, own.profile) if own.profile else []
         if environment.rank == 0:
             found = report(engine, seconds, loss, peak, shlex.join(["tools/benchmark.py", *argv]))
-            print(json.dumps(found))
+            print(json.dumps({**found, "device_time": [spent._asdict() for spent in times]}))
             print(table_row(config, found))
+            print("\n".join(profile_lines(times)))
 
 
 if __name__ == "__main__":

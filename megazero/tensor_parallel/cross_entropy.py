@@ -12,7 +12,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megazero import comm
-from megazero.tensor_parallel.mappings import TensorParallel, gather_tokens, partial_product, rounded, sum_over_ranks
+from megazero.tensor_parallel.mappings import (
+    TensorParallel,
+    add_product,
+    gather_tokens,
+    partial_product,
+    rounded,
+    sum_over_ranks,
+)
 
 CHUNK_ELEMENTS = 1 << 27  # logits per chunk: 512 MiB in float32
 
@@ -81,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             grad_x.append(grad_CV @ weight_VH if group is None else partial_product(grad_CV, weight_VH))
             if several:
-                grad_weight += grad_CV.t() @ x_CH
+                add_product(grad_weight, grad_CV.t(), x_CH)
             else:
                 grad_weight = grad_CV.t() @ x_CH
         if with_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.tensor_parallel.cross_entropy import linear_cross_entropy
+from megazero.tensor_parallel.mappings import TensorParallel
 from tests.engine.tiny import (
     ROOT,
     SCRIPT,
@@ -70,8 +73,14 @@ def test_steady_steps_never_wait_for_the_gpu(corpus: Path, sync_is_an_error: Non
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "changes",
-    [{"parallel.tp": 2}, {"parallel.pp": 2}, {"zero.stage": 1}],
-    ids=["tp2", "pp2", "dp2 zero1"],
+    [
+        {"parallel.tp": 2},
+        {"parallel.pp": 2},
+        {"zero.stage": 1},
+        {"zero.stage": 2},
+        {"zero.stage": 3, "zero.stage3_param_persistence_threshold": 100},
+    ],
+    ids=["tp2", "pp2", "dp2 zero1", "dp2 zero2", "dp2 zero3"],
 )
 def test_two_gpus_do_what_one_does(corpus: Path, tmp_path: Path, changes: dict) -> None:
     """P1 over NCCL, in float32: to the tolerances of the reference runs."""
@@ -85,6 +94,47 @@ def test_two_gpus_do_what_one_does(corpus: Path, tmp_path: Path, changes: dict) 
     names = ("loss", "grad_norm")
     assert_close(series(tmp_path / "two.jsonl", *names), series(tmp_path / "one.jsonl", *names))
     assert_weights_close(state(tmp_path / "two"), state(tmp_path / "one"))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_gpus_never_wait_for_the_host_and_evaluation_keeps_nothing(corpus: Path, stage: int) -> None:
+    """P5 with ZeRO, compiled; and 100 evaluation batches take no more memory than training, and no more with time."""
+    changes = {
+        "model.hidden_size": 256,
+        "zero.stage": stage,
+        "zero.stage3_param_persistence_threshold": 1000,
+        "train.micro_batch_size": 2,
+        "train.precision": "bf16",
+        "train.compile": True,
+        "log.interval": 0,
+    }
+    script = ROOT / "tests" / "gpu" / "steady.py"
+    command = ["-m", "megazero", "launch", "--nproc", "2", str(script), *flags(tiny(corpus, changes))]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    line = next(line for line in done.stdout.splitlines() if "PEAKS" in line)
+    training, first, later = json.loads(line.split("PEAKS")[1])
+    assert first <= training and later <= first
+
+
+def test_chunks_of_the_logits_add_up() -> None:
+    """The gradient of the head's weight, summed over chunks by the product's own kernel, against float64."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(96, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(128, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(120, (96,), device="cuda", generator=generator)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = torch.nn.functional.cross_entropy((exact_x @ exact_weight.t())[:, :120], targets, reduction="sum")
+    exact.backward()
+    for limit in (128 * 96, 128 * 20):
+        x.grad = weight.grad = None
+        loss = linear_cross_entropy(
+            x, weight, targets, torch.ones(96, device="cuda"), 0, 120, TensorParallel(), limit=limit
+        )
+        loss.backward()
+        assert abs(float(loss) - float(exact)) < 2e-3 * float(exact)
+        for ours, wanted in ((x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
+            assert float((ours.double() - wanted).norm() / wanted.norm()) < 6e-3
 
 
 def test_resume_is_bitwise_with_deterministic_kernels(corpus: Path, tmp_path: Path, deterministic: None) -> None:
