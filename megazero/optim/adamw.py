@@ -1,4 +1,5 @@
-"""AdamW on the owned ranges of the blocks (Loshchilov & Hutter 2019, arXiv 1711.05101), by torch's fused kernel."""
+"""AdamW on the owned ranges of the blocks (Loshchilov & Hutter 2019, arXiv 1711.05101): on a GPU by a kernel that
+passes over memory once, else by torch's fused one."""
 
 from __future__ import annotations
 
@@ -34,13 +35,41 @@ class AdamW:
         """
         self.count += 1 - skip
         divisor = factor.reciprocal().float()  # the kernel divides
+        bias = torch.stack([1 - beta ** self.count.double() for beta in self.betas]) if self.count.is_cuda else None
         for bucket in self.sharded.update_buckets:
             blocks = [self.sharded.blocks[i] for i in bucket]
-            for group, decay in self.decay.items():
-                self._update(blocks, group, lr, decay, divisor, skip)
+            if bias is not None:
+                self._update_in_one_pass(blocks, lr, factor.float(), skip, bias)
+            else:
+                for group, decay in self.decay.items():
+                    self._update(blocks, group, lr, decay, divisor, skip)
             for block in blocks:
-                block.updated()
+                block.updated(copied=bias is not None)
             self.sharded.gather_bucket(bucket)
+
+    def _update_in_one_pass(
+        self, blocks: Sequence[Block], lr: float, factor: torch.Tensor, skip: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        from megazero.optim.single_pass import adamw  # triton comes with torch's CUDA builds only
+
+        bias = torch.stack((bias[0], bias[1].sqrt())).float()
+        for block in blocks:
+            _, end = block.layout.group_ranges(*block.owned).get("decay", (0, block.owned[0]))
+            adamw(
+                block.master,
+                None if block.master is block.values else block.values,
+                block.owned_grad(),
+                block.optimizer_state["exp_avg"],
+                block.optimizer_state["exp_avg_sq"],
+                decayed=end - block.owned[0],
+                lr=lr,
+                betas=self.betas,
+                eps=self.eps,
+                weight_decay=self.decay["decay"],
+                factor=factor,
+                skip=skip,
+                bias=bias,
+            )
 
     def _update(
         self, blocks: Sequence[Block], group: str, lr: float, decay: float, divisor: torch.Tensor, skip: torch.Tensor

@@ -113,17 +113,17 @@ class FlatLayout:
             yield position, self.numel
 
 
-def buckets(layouts: Sequence[FlatLayout], limit: int) -> list[list[int]]:
-    """Whole consecutive blocks per collective: closed before it would exceed ``limit`` elements, never empty.
+def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Whole consecutive items per collective: closed before it would exceed ``limit`` elements, never empty.
 
-    Returns indices into ``layouts``, in their order.
+    ``sizes``: of each item. Returns indices, in their order.
     """
     result: list[list[int]] = []
     size = 0
-    for index, layout in enumerate(layouts):
-        if not result or size + layout.numel > limit:
+    for index, numel in enumerate(sizes):
+        if not result or size + numel > limit:
             result.append([])
             size = 0
         result[-1].append(index)
-        size += layout.numel
+        size += numel
     return result

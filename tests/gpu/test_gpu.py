@@ -137,6 +137,38 @@ def test_chunks_of_the_logits_add_up() -> None:
             assert float((ours.double() - wanted).norm() / wanted.norm()) < 6e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_in_one_pass_is_adamw(dtype: torch.dtype) -> None:
+    """Against torch's own in float64, decayed and not; a skipped step leaves every bit."""
+    from megazero.optim.single_pass import adamw
+
+    numel, decayed, betas, lr, eps = 5003, 3000, (0.9, 0.95), 1e-2, 1e-8
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(numel, device="cuda", generator=generator)
+
+    master, value = draw(), torch.zeros(numel, device="cuda", dtype=dtype)
+    exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+    parts = [master[:decayed].double().clone().requires_grad_(), master[decayed:].double().clone().requires_grad_()]
+    groups = [{"params": [parts[0]], "weight_decay": 0.1}, {"params": [parts[1]], "weight_decay": 0.0}]
+    exact = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+    factor, skip = torch.tensor(0.25, device="cuda"), torch.zeros((), device="cuda")
+    for step in range(1, 6):
+        grad = draw().to(dtype)
+        bias = torch.tensor([1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5], device="cuda")
+        settings = {"decayed": decayed, "lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1, "factor": factor}
+        before = [t.clone() for t in (master, value, exp_avg, exp_avg_sq)]
+        adamw(master, value, grad, exp_avg, exp_avg_sq, **settings, skip=torch.ones_like(skip), bias=bias)
+        assert all(torch.equal(a, b) for a, b in zip(before, (master, value, exp_avg, exp_avg_sq), strict=True))
+        adamw(master, value, grad, exp_avg, exp_avg_sq, **settings, skip=skip, bias=bias)
+        parts[0].grad, parts[1].grad = (grad.double() * 0.25).split([decayed, numel - decayed])
+        exact.step()
+    wanted = torch.cat([part.detach() for part in parts])
+    assert float((master.double() - wanted).norm() / wanted.norm()) < 1e-6
+    assert torch.equal(value, master.to(dtype))
+
+
 def test_resume_is_bitwise_with_deterministic_kernels(corpus: Path, tmp_path: Path, deterministic: None) -> None:
     """P2, with dropout."""
     changes = {
