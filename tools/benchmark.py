@@ -61,16 +61,14 @@ class RandomTokens:
         return {name: tensor.pin_memory() for name, tensor in micro_batch.items()}
 
 
-def measure(engine: Engine, source: RandomTokens, warmup: int, steps: int) -> tuple[float, float]:
-    """(seconds per step, loss of the last step) over ``steps`` steps after ``warmup`` that do not count."""
-    for _ in range(warmup):
-        engine.train_batch(source)
+def measure(engine: Engine, source: RandomTokens, warmup: int, steps: int) -> tuple[float, list[float]]:
+    """(seconds per step over ``steps`` steps after ``warmup`` that do not count, the losses of all)."""
+    losses = [engine.train_batch(source).loss for _ in range(warmup)]
     _synchronise(engine)
     begin = time.perf_counter()
-    for _ in range(steps):
-        metrics = engine.train_batch(source)
+    losses += [engine.train_batch(source).loss for _ in range(steps)]
     _synchronise(engine)
-    return (time.perf_counter() - begin) / steps, float(metrics.loss)
+    return (time.perf_counter() - begin) / steps, [float(loss) for loss in losses]
 
 
 def _synchronise(engine: Engine) -> None:
@@ -91,7 +89,7 @@ def peak_memory(engine: Engine) -> int | None:
     return int(peak)
 
 
-def report(engine: Engine, seconds: float, loss: float, peak: int | None, command: str) -> dict[str, Any]:
+def report(engine: Engine, seconds: float, losses: list[float], peak: int | None, command: str) -> dict[str, Any]:
     """Everything a figure needs beside it: what was run, from which commit, on what."""
     config, layout, device = engine.config, engine.topology.layout, engine.device
     train, seq_length = config.train, config.data.seq_length
@@ -115,7 +113,7 @@ def report(engine: Engine, seconds: float, loss: float, peak: int | None, comman
         "model_tflops_per_gpu": flops / 1e12,
         "mfu": flops / chip_peak if chip_peak else None,
         "memory_allocated_peak": peak,
-        "loss": loss,
+        "losses": losses,
     }
 
 
@@ -173,11 +171,11 @@ def main(argv: Sequence[str]) -> None:
     config = load_config(settings, world_size=environment.world_size, needs_data=False)
     source = RandomTokens(config.model.vocab_size, config.data.seq_length)
     with Engine(config, environment) as engine:
-        seconds, loss = measure(engine, source, own.warmup, own.measure)
+        seconds, losses = measure(engine, source, own.warmup, own.measure)
         peak = peak_memory(engine)
         times = profile(engine, source, own.profile) if own.profile else []
         if environment.rank == 0:
-            found = report(engine, seconds, loss, peak, shlex.join(["tools/benchmark.py", *argv]))
+            found = report(engine, seconds, losses, peak, shlex.join(["tools/benchmark.py", *argv]))
             print(json.dumps({**found, "device_time": [spent._asdict() for spent in times]}))
             print(table_row(config, found))
             print("\n".join(profile_lines(times)))

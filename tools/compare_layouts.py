@@ -2,8 +2,7 @@
 
     python tools/compare_layouts.py --config FILE --runs mbs=8 mbs=16 dp=2,mbs=8 tp=2,mbs=8 [--section.field VALUE ...]
 
-Settings are those of pretrain/gpt.py. A run is a comma-separated list of tp, pp, dp (processes along each axis), zero
-(zero.stage), mbs (micro-batch size) and section.field=value. Every run's loss at every step is compared with the first
+Settings are those of pretrain/gpt.py. Every run's loss at every step is compared with the first
 run's. The second run is the measure: where it differs from the first in the micro-batch size alone, its differences
 are those of rounding, and any other run may differ at most twice as much in the median and at the largest, and by 0.001
 in the signed mean. Prints a table row per run; exit code 1 where one differs by more.
@@ -13,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.errors import LaunchError
+from tools.layout_runs import HELP, ROOT, launch, parse_run
 
-ROOT = Path(__file__).resolve().parents[1]
-FIELDS = {"tp": "parallel.tp", "pp": "parallel.pp", "zero": "zero.stage", "mbs": "train.micro_batch_size"}
 LARGEST_MEAN = 1e-3
 
 
@@ -49,39 +45,18 @@ def difference(losses: list[float], reference: list[float]) -> Difference:
     return Difference(median(absolute), max(absolute), fmean(signed))
 
 
-def parse_run(text: str) -> tuple[int, list[str]]:
-    """(processes, flags of pretrain/gpt.py) of a run such as ``tp=2,dp=2,zero=1``."""
-    processes, flags = 1, []
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not equals or not (name in ("dp", *FIELDS) or "." in name):
-            raise LaunchError(
-                f"--runs {text!r}: {part!r} is none of dp=, {'=, '.join(FIELDS)}= and section.field=value"
-            )
-        if name in ("tp", "pp", "dp"):
-            if not value.isdigit() or not int(value):
-                raise LaunchError(f"--runs {text!r}: {part!r} is not a number of processes")
-            processes *= int(value)
-        if name != "dp":
-            flags += [f"--{FIELDS.get(name, name)}", value]
-    return processes, flags
-
-
 def losses_of(text: str, common: list[str], metrics: Path) -> list[float]:
     """Train; the loss of every step."""
-    processes, flags = parse_run(text)
-    command = [sys.executable, "-m", "megazero", "launch", "--nproc", str(processes), str(ROOT / "pretrain" / "gpt.py")]
     always = ["--log.interval", "1", "--log.jsonl", str(metrics), "--train.eval_interval", "0"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([*command, *common, *flags, *always], env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise LaunchError(f"the run {text!r} failed with exit code {done.returncode}; what it said is above")
+    launch(text, ROOT / "pretrain" / "gpt.py", [*common, *always])
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n{HELP}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--runs", nargs="+", required=True, metavar="RUN", help="the reference, the measure, the others"
     )

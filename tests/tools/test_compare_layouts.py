@@ -7,7 +7,8 @@ import pytest
 
 from megazero.errors import LaunchError
 from tests.engine import tiny
-from tools.compare_layouts import Difference, difference, parse_run
+from tools.compare_layouts import Difference, difference
+from tools.layout_runs import parse_run
 
 
 def test_the_measure_of_two_runs():

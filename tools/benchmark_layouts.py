@@ -1,0 +1,73 @@
+"""Measures training speed under several layouts, one after the other, and prints one Markdown table.
+
+    python tools/benchmark_layouts.py --runs dp=4,zero=1,mbs=2 tp=2,dp=2,zero=1,mbs=2 pp=4,mbs=1 \\
+        --model.preset llama3-8b --data.seq_length 4096 --train.global_batch_size 8 [--section.field VALUE ...]
+
+Settings are those of tools/benchmark.py, which each run is. Losses are compared with the first run's: they are of the
+same tokens where the runs have one train.global_batch_size. A run that fails has its reason in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.command_line import run_script
+from megazero.errors import LaunchError
+from tools.layout_runs import HELP, ROOT, launch, parse_run
+
+HEADINGS = ("run", "tokens/s per GPU", "TFLOP/s", "MFU", "peak GiB", "exposed communication", "largest loss difference")
+
+
+def row(run: str, found: dict[str, Any], reference: list[float]) -> tuple[str, ...]:
+    """Cells of the table; those that a CPU does not know are empty."""
+    mfu, peak, times = found["mfu"], found["memory_allocated_peak"], found["device_time"]
+    exposed = max((time["exposed"] / time["span"] for time in times), default=None)
+    difference = max(abs(a - b) for a, b in zip(found["losses"], reference))
+    return (
+        run,
+        f"{found['tokens_per_second_per_gpu']:,.0f}",
+        f"{found['model_tflops_per_gpu']:.1f}",
+        "" if mfu is None else f"{mfu:.1%}",
+        "" if peak is None else f"{peak / 2**30:.1f}",
+        "" if exposed is None else f"{exposed:.1%} of the step",
+        f"{difference:.1e}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n{HELP}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--runs", nargs="+", required=True, metavar="RUN", help="the layouts; losses against the first")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also append every run's report to this file")
+    arguments, common = parser.parse_known_args()
+    for run in arguments.runs:
+        parse_run(run)
+    print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}", flush=True)
+    reference: list[float] = []
+    failed = False
+    for run in arguments.runs:
+        try:
+            output = launch(run, ROOT / "tools" / "benchmark.py", common)
+        except LaunchError as error:
+            print(f"| {run} | {error} |", flush=True)
+            failed = True
+            continue
+        found = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
+        reference = reference or found["losses"]
+        print(f"| {' | '.join(row(run, found, reference))} |", flush=True)
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps({"run": run, **found}) + "\n")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_script(main)
