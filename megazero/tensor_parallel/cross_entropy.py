@@ -21,6 +21,7 @@ from megazero.tensor_parallel.mappings import (
     sum_over_ranks,
 )
 
+TILE = 256  # tokens
 CHUNK_ELEMENTS = 1 << 28  # logits per chunk: 512 MiB in bfloat16
 
 
@@ -65,13 +66,23 @@ def chunk_loss(
     return loss_C, grad_CV.to(x_CH.dtype)
 
 
+def chunk_size(tokens: int, rows: int, limit: int) -> int:
+    """Tokens per chunk, so that their logits are at most ``limit``: equal chunks that fill matrix kernels' tiles, where
+    at most twice the fewest chunks allow them."""
+    fewest = -(-tokens * rows // limit)
+    for chunks in range(fewest, min(2 * fewest, tokens) + 1):
+        if tokens % (chunks * TILE) == 0:
+            return tokens // chunks
+    return -(-tokens // fewest)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit):
         group = tp.group
         full_TH = x_TH if group is None else gather_tokens(x_TH, group, tp.sequence_parallel)
         tokens, rows = full_TH.shape[0], weight_VH.shape[0]
-        chunk = -(-tokens // -(-tokens * rows // limit))
+        chunk = chunk_size(tokens, rows, limit)
         with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         several = chunk < tokens
         loss = torch.zeros((), dtype=torch.float32, device=x_TH.device)

@@ -5,6 +5,7 @@ megazero launch --nproc 2 tests/gpu/foreign.py STAGE
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,9 @@ def adamw(parameters: list) -> torch.optim.Optimizer:
 
 
 def main() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
     losses, norms, weights = trained(Odd, config(int(sys.argv[1]), 2, 0.5, optimizer=ADAMW), 3)
     wanted_losses, wanted_norms, wanted = plain(Odd, adamw, 3, 2, dist.get_world_size(), clip=0.5)
     worst = max(abs(a - b) / b for a, b in zip(losses, wanted_losses, strict=True))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
-from megazero.tensor_parallel.cross_entropy import CHUNK_ELEMENTS, chunk_loss, linear_cross_entropy
+from megazero.tensor_parallel.cross_entropy import CHUNK_ELEMENTS, chunk_loss, chunk_size, linear_cross_entropy
 from megazero.tensor_parallel.mappings import TensorParallel
 
 TOKENS, HIDDEN = 24, 8
@@ -140,3 +140,18 @@ def test_a_vocabulary_cut_between_ranks(
             check(results[0][1], grad_x)
         check(torch.cat([result[2] for result in results]), grad_weight)
         assert not any(result[3].any() for result in results)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "limit", "chunk"),
+    [
+        (65536, 50304, 1 << 28, 4096),  # 13 chunks would do, 16 are whole tiles
+        (8192, 128256, 1 << 28, 2048),
+        (4096, 50304, 1 << 28, 4096),  # one chunk
+        (1000, 100, 30_000, 250),  # no whole tiles: as few as the limit allows
+        (7, 100, 250, 3),  # the last chunk is smaller
+        (5, 100, 1, 1),  # the limit is below one token's logits
+    ],
+)
+def test_chunks_are_equal_tiles_within_the_limit(tokens: int, rows: int, limit: int, chunk: int) -> None:
+    assert chunk_size(tokens, rows, limit) == chunk
