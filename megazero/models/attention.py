@@ -45,20 +45,25 @@ class Attention(nn.Module):
     def combine(
         self, context: Context, q_BShD: torch.Tensor, k_BSgD: torch.Tensor, v_BSgD: torch.Tensor
     ) -> torch.Tensor:
-        """Projected heads, in the order of the parts → (B, S, h, D): norms, then rotation, then ``attend``."""
+        """Projected heads, in the order of the parts → (B, S, h, D): norms, rotation, cache, then ``attend``."""
         if self.q_norm is not None and self.k_norm is not None:
             q_BShD, k_BSgD = self.q_norm(q_BShD), self.k_norm(k_BSgD)
         if context.cos is not None and context.sin is not None:
             shape = (-1, context.seq_length, 1, self.head_size)
             cos, sin = context.cos.view(shape), context.sin.view(shape)
             q_BShD, k_BSgD = rotary.rotate(q_BShD, cos, sin), rotary.rotate(k_BSgD, cos, sin)
+        if context.cache is not None:
+            k_BSgD, v_BSgD = context.cache.extend(k_BSgD, v_BSgD)
         y_BhSD = self.attend(q_BShD.transpose(1, 2), k_BSgD.transpose(1, 2), v_BSgD.transpose(1, 2), context)
         return y_BhSD.transpose(1, 2)
 
     def attend(
         self, q_BhSD: torch.Tensor, k_BgSD: torch.Tensor, v_BgSD: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        """Softmax attention of h query heads over g key/value heads, g dividing h → (B, h, S, D)."""
+        """Softmax attention of h query heads over g key/value heads, g dividing h → (B, h, S, D).
+
+        With a cache there may be more keys than queries; ``context.mask`` then says which are seen.
+        """
         return F.scaled_dot_product_attention(
             q_BhSD,
             k_BgSD,

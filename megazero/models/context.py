@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,15 +12,28 @@ from megazero.models.config import ModelConfig
 from megazero.models.dropout import token_keys
 
 
+class Cache(Protocol):
+    """Where attention leaves keys and values for the tokens to come, in generation."""
+
+    def of_layer(self, index: int) -> Cache:
+        """The part that belongs to the layer of that global index."""
+        ...
+
+    def extend(self, k_BSgD: torch.Tensor, v_BSgD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep a layer's keys and values; returns those of all L tokens so far, these included, (B, L, g, D)."""
+        ...
+
+
 class Context(NamedTuple):
     """The same for all layers of one micro-batch of B sequences of S tokens; T = B·S.
 
     seq_length: S.
     cos, sin: rotary tables, (S, D) or, with per-document positions, (T, D), float32; None with learned positions.
     positions: (T,) int64, position of each token; read by learned position embeddings.
-    mask: None for plain causal attention, else (B or 1, 1, S, S) bool, True where a query sees a key.
+    mask: None for plain causal attention, else (B or 1, 1, S, keys) bool, True where a query sees a key.
     dropout_key: (T,) int64, a number unique to each token of the run, or None without dropout.
         Where activations are a slice of the T tokens this is the same slice.
+    cache: None where the S tokens are all there is to see; else what came before them is in it.
     """
 
     seq_length: int
@@ -29,6 +42,7 @@ class Context(NamedTuple):
     positions: torch.Tensor
     mask: torch.Tensor | None
     dropout_key: torch.Tensor | None
+    cache: Cache | None = None
 
 
 class ContextBuilder:

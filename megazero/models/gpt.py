@@ -104,10 +104,12 @@ class GPT(nn.Module):
 
 
 def layer_context(context: Context, index: int) -> Context:
-    """The context with the dropout key of the layer of that global index.
+    """The context with what is the layer's own, by its global index: its dropout key, its part of the cache.
 
     Done outside the layer because a number that differs between layers, inside, would compile each anew.
     """
+    if context.cache is not None:
+        context = context._replace(cache=context.cache.of_layer(index))
     if context.dropout_key is None:
         return context
     return context._replace(dropout_key=derive_key(context.dropout_key, index))
