@@ -1,0 +1,181 @@
+"""How much memory each rank of a run will need, from its settings alone: before a process or a GPU is taken.
+
+Model state is exact. Activations follow from formulas that tests compare with what autograd keeps. Buffers are
+estimates. The peak is the highest of a step's moments, since not everything is there at once: the first backward
+fills gradient buffers while it empties activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megazero.build import stage_layers, zero_settings
+from megazero.config import Config
+from megazero.layout import Layout
+from megazero.models.config import ModelConfig
+from megazero.pipeline.schedules import activation_bound
+from megazero.planner.activations import Kernels, kernels, sizes, stage_activation_bytes
+from megazero.planner.buffers import (
+    bucket_elements,
+    gathered_elements,
+    layer_backward_bytes,
+    loss_bytes,
+    recomputed_bytes,
+    unsharded_gradient_elements,
+)
+from megazero.planner.model_state import BYTES, Buffer, ModelState, StageBuffers, model_state, stage_buffers
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank. ``activations`` and ``buffers``: the most there is of each at any moment of a step; ``peak``:
+    the most of everything at one moment, which is less than the sum."""
+
+    rank: int
+    state: ModelState
+    activations: int
+    buffers: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """``stages``: the first rank of every pipeline stage; all ranks of a stage need the same."""
+
+    layout: Layout
+    stages: tuple[RankMemory, ...]
+    gpu: bool
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs most, the first of equals."""
+        return max(self.stages, key=lambda memory: memory.peak)
+
+    def of_rank(self, rank: int) -> RankMemory:
+        return self.stages[self.layout.coordinates(rank)["pp"]]
+
+    def describe(self) -> str:
+        """A few lines for the start of a run."""
+        fullest = self.fullest
+        state = fullest.state
+        place = "GPU" if self.gpu else "process"
+        where = f" (pipeline stage {self.stages.index(fullest)}, which needs most)" if len(self.stages) > 1 else ""
+        parts = [f"parameters {amount(state.parameters)}", f"gradients {amount(state.gradients)}"]
+        parts.append(f"optimizer {amount(state.optimizer)}")
+        if state.padding > state.total / 100:
+            parts.append(f"padding {amount(state.padding)}")
+        parts += [f"activations ~{amount(fullest.activations)}", f"buffers ~{amount(fullest.buffers)}"]
+        return f"memory per {place}{where}: {', '.join(parts)}; at most ~{amount(fullest.peak)} at once"
+
+
+def amount(count: float) -> str:
+    """Bytes for people, in decimal units to two or three digits: 2.6 GB."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.0f} {units[0]}" if count >= 99.5 or units[0] == "B" else f"{count:.1f} {units[0]}"
+
+
+def plan(config: Config, world_size: int, *, gpu: bool = True) -> MemoryPlan:
+    """The memory of a training step of ``config`` on ``world_size`` ranks, of GPUs or of CPUs.
+
+    The architecture must be known (``model.init_from`` read). Raises ConfigError where the layout does not fit.
+    """
+    layout, model = config.layout(world_size), config.model.architecture
+    stages = tuple(rank_memory(config, model, layout, layout.rank(pp, 0, 0), gpu=gpu) for pp in range(layout.pp))
+    return MemoryPlan(layout, stages, gpu)
+
+
+def rank_memory(config: Config, model: ModelConfig, layout: Layout, rank: int, *, gpu: bool = True) -> RankMemory:
+    """The memory of one rank of ``layout``."""
+    coordinates, zero = layout.coordinates(rank), config.zero
+    kernel = kernels(config, gpu)
+    buffers = stage_buffers(config, model, layout, rank)
+    state = model_state(buffers.all, coordinates["dp"], zero.stage, kernel.precision, config.train.grad_dtype)
+    step = _Step(config, model, layout, coordinates["pp"], kernel, buffers)
+    moments = list(step.moments())
+    return RankMemory(
+        rank,
+        state,
+        step.alive * step.activations,
+        max(moment.buffers for moment in moments),
+        state.total - step.gradients + max(map(sum, moments)),
+    )
+
+
+class _Moment(NamedTuple):
+    """Bytes of gradient storages, of activations, and of all that comes and goes."""
+
+    gradients: int
+    activations: int
+    buffers: int
+
+
+class _Step:
+    """One pipeline stage's step. ``alive``: micro-batches whose activations it holds at most; ``activations``: of one;
+    ``gradients``: bytes of the storages when all are there."""
+
+    def __init__(
+        self, config: Config, model: ModelConfig, layout: Layout, stage: int, kernel: Kernels, buffers: StageBuffers
+    ) -> None:
+        self.config, self.model, self.kernel, self.buffers = config, model, kernel, buffers
+        self.dp, self.last = layout.dp, stage == layout.pp - 1
+        self.size = sizes(config, model)
+        layers = len(stage_layers(config, model)[stage])
+        self.activations = stage_activation_bytes(config, model, kernel, layers, stage == 0, self.last)
+        micro_batches = config.micro_batches(layout.dp)
+        self.alive = activation_bound(config.parallel.schedule, layout.pp, micro_batches, stage)
+        self.gradients = self._gradients(buffers.all)
+        # Where more micro-batches follow, forwards run beside the gradients of those before.
+        self.before = self.gradients if micro_batches > self.alive else 0
+
+    def _gradients(self, buffers: Sequence[Buffer]) -> int:
+        cut = self.config.zero.stage >= 2
+        elements = sum(layout.numel // (layout.shards if cut else 1) for layout, _ in buffers)
+        return elements * BYTES[self.config.train.grad_dtype]
+
+    def moments(self) -> Iterator[_Moment]:
+        """Those that can be the step's highest."""
+        kept, size, kernel = self.alive * self.activations, self.size, self.kernel
+        gathered, recompute = self._gathered(), self.config.train.recompute
+        yield _Moment(self.before, kept, gathered + (loss_bytes(size, kernel) if self.last else 0))
+        backward = gathered + self._unsharded() + layer_backward_bytes(self.model, size, kernel)
+        backward += recomputed_bytes(self.model, size, kernel, recompute, self.config.data.reset_at_document)
+        # The first backward: in its first layer, in its last one, and when that one's gradients move to their buffer.
+        yield _Moment(self.before, kept, backward)
+        largest = max(self.buffers.all, key=lambda buffer: buffer.layout.numel)
+        yield _Moment(max(self.before, self.gradients - self._gradients([largest])), kept - self.activations, backward)
+        moving = gathered + self._unsharded() + largest.layout.numel * kernel.element
+        yield _Moment(self.gradients, kept - self.activations, moving)
+        yield _Moment(self.gradients, 0, self._update())
+
+    def _gathered(self) -> int:
+        """Parameters that come and go, and the second copies that backward gathers them from."""
+        zero = self.config.zero
+        if zero.stage < 3:
+            return 0
+        sizes = [sum(buffer.layout.numel for buffer in unit if not buffer.persistent) for unit in self.buffers.units]
+        gathered = gathered_elements(sizes, self.buffers.uses, zero_settings(self.config))
+        near = zero.zero_hpz_partition_size
+        copies = sum(sizes) // near if 1 < near < self.dp else 0
+        return (gathered + copies) * self.kernel.element
+
+    def _unsharded(self) -> int:
+        """Whole gradients that are yet to be cut into slices; in a first backward their slices are not there yet."""
+        if self.config.zero.stage < 2:
+            return 0
+        whole = unsharded_gradient_elements(self.buffers.all, self.config.zero.reduce_bucket_size)
+        if not self.before:
+            whole -= whole // self.buffers.all[0].layout.shards
+        return whole * BYTES[self.config.train.grad_dtype]
+
+    def _update(self) -> int:
+        """Gradients of one bucket in float32, where they are not; on a GPU the update reads them as they are."""
+        if self.kernel.gpu or self.config.train.grad_dtype == "fp32":
+            return 0
+        buffers = self.buffers.all
+        share = buffers[0].layout.shards if self.config.zero.stage >= 1 else 1
+        return max(bucket_elements(buffers, self.config.zero.allgather_bucket_size)) // share * 4

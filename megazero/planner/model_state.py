@@ -1,0 +1,120 @@
+"""Bytes of parameters, gradients and optimizer state on one rank: exactly from ShardSpec, or by size alone.
+
+Nothing is built and no process group is needed: any rank of any layout can be described from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megazero.build import describe_stage
+from megazero.config import Config
+from megazero.layout import Layout
+from megazero.models.config import ModelConfig
+from megazero.tensor_parallel.mappings import TensorParallel
+from megazero.zero.blocks import decoder_units
+from megazero.zero.flat import FlatLayout
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def optimizer_bytes(precision: str) -> int:
+    """Per parameter: Adam's two moments in float32, and the master copy; in float32 the parameter is its own."""
+    return 8 if precision == "fp32" else 12
+
+
+def model_state_bytes(parameters: int, dp: int, stage: int, grad_bytes: int = 4, precision: str = "bf16") -> float:
+    """Model state per rank of ``parameters`` elements over ``dp`` ranks at ZeRO ``stage``, padding apart.
+
+    The formulas of Rajbhandari et al. 2020 (arXiv 1910.02054, section 5); with gradients of 2 bytes (``grad_bytes``)
+    their table 1.
+    """
+    sizes = (optimizer_bytes(precision), grad_bytes, BYTES[precision])
+    return parameters * sum(size / dp if stage >= least else size for least, size in enumerate(sizes, start=1))
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes that one rank holds when all gradients of a step are there.
+
+    ``padding``: of all five together, and counted in none: what aligns parameters, makes slices equal and fills up
+    the vocabulary. ``total`` is the size of the storages.
+    """
+
+    parameters: int
+    gradients: int
+    masters: int
+    exp_avg: int
+    exp_avg_sq: int
+    padding: int
+
+    @property
+    def optimizer(self) -> int:
+        return self.masters + self.exp_avg + self.exp_avg_sq
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.padding
+
+
+class Buffer(NamedTuple):
+    """A block's flat buffer. ``persistent``: whole on every rank between uses."""
+
+    layout: FlatLayout
+    persistent: bool
+
+
+@dataclass(frozen=True)
+class StageBuffers:
+    """``units``: the buffers of each unit, in the order of use; ``uses``: indices of units as forward uses them."""
+
+    units: tuple[tuple[Buffer, ...], ...]
+    uses: tuple[int, ...]
+
+    @property
+    def all(self) -> list[Buffer]:
+        return [buffer for unit in self.units for buffer in unit]
+
+
+def stage_buffers(config: Config, model: ModelConfig, layout: Layout, rank: int) -> StageBuffers:
+    """The flat buffers of the pipeline stage that ``rank`` belongs to."""
+    coordinates = layout.coordinates(rank)
+    tp = TensorParallel(layout.tp, coordinates["tp"], config.sequence_parallel)
+    decoder, specs = describe_stage(config, model, coordinates, tp)
+    threshold = config.zero.stage3_param_persistence_threshold if config.zero.stage == 3 else None
+    units, shards = decoder_units(decoder, specs), config.zero.mics_shard_size or layout.dp
+    dtypes = dict.fromkeys(specs, torch.bfloat16)  # one for all; which, makes no difference to the layout
+    buffers = tuple(
+        tuple(
+            Buffer(FlatLayout.build(plan.name, plan.specs, shards), plan.persistent)
+            for plan in unit.split(set(), dtypes, threshold)
+        )
+        for unit in units
+    )
+    modules = [(module is decoder.head, index) for index, unit in enumerate(units) for module in unit.modules]
+    return StageBuffers(buffers, tuple(index for _, index in sorted(modules, key=lambda use: use[0])))
+
+
+def model_state(
+    buffers: Sequence[Buffer], dp_rank: int, stage: int, precision: str, grad_dtype: str = "fp32"
+) -> ModelState:
+    """What a rank at place ``dp_rank`` along dp holds of ``buffers`` at ZeRO ``stage``, exactly."""
+    moments = optimizer_bytes(precision) - 8, 4, 4
+    held = [0] * 5
+    padding = 0
+    for layout, persistent in buffers:
+        kinds = [
+            (BYTES[precision], stage >= 3 and not persistent),
+            (BYTES[grad_dtype], stage >= 2),
+            *((size, stage >= 1) for size in moments),
+        ]
+        for kind, (size, cut) in enumerate(kinds):
+            start, end = layout.shard(dp_rank % layout.shards) if cut else (0, layout.numel)
+            used = sum(last - first for first, last, _, _ in layout.pieces(start, end))
+            held[kind] += used * size
+            padding += (end - start - used) * size
+    return ModelState(*held, padding=padding)
