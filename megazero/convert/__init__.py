@@ -1,6 +1,6 @@
-"""Weights from and to Hugging Face: GPT-2, Llama, Mistral, Qwen-2 and Qwen-3.
+"""Weights from and to Hugging Face, and from Megatron-Core and DeepSpeed.
 
-weights = open_weights(path)                        # a Hugging Face directory or a megazero checkpoint
+weights = open_weights(path)                        # of any of them, or a megazero checkpoint
 weights.config, weights.read(name, box)
 import_checkpoint(hf_dir, checkpoint_dir)
 export(checkpoint_dir, hf_dir, dtype="bfloat16")

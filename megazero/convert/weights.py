@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,17 +13,25 @@ import torch
 
 from megazero.checkpoint import Checkpoint, manifest, open_checkpoint
 from megazero.convert.hf_reader import HFWeights
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.parameters import parameter_shapes
 from megazero.sharding import Rectangle
 
+# Other programs' checkpoints: module of this package, which has is_MODULE(path) and the class.
+_FOREIGN = {"megatron": "MegatronWeights", "deepspeed": "DeepSpeedWeights"}
+
 
 class Weights(Protocol):
-    """``config``: the architecture; ``parameters``: global name → global shape."""
+    """``config``: the architecture; ``parameters``: global name → global shape; ``end_of_text``: its token, if known.
+
+    Other programs' have ``training`` as well: foreign.TrainingState, None where the optimizer's state is not whole; and
+    ``notes``, lines on what was left out.
+    """
 
     config: ModelConfig
     parameters: dict[str, tuple[int, ...]]
+    end_of_text: int | None
 
     def read(self, name: str, box: Rectangle | None = None) -> torch.Tensor:
         """A box of a global tensor, or the whole of it: float32, on the CPU, the caller's own."""
@@ -37,6 +46,8 @@ class CheckpointWeights:
         self.config = model_of(checkpoint)
         checkpoint.check_matches(parameter_shapes(self.config))
         self.parameters = checkpoint.parameters
+        trained = checkpoint.meta.get("config", {}).get("data", {}).get("eod_id")
+        self.end_of_text: int | None = checkpoint.meta.get("eod_id") if trained is None else trained
 
     def read(self, name: str, box: Rectangle | None = None) -> torch.Tensor:
         return self.checkpoint.read("weight", name, box)
@@ -59,11 +70,30 @@ def model_of(checkpoint: Checkpoint) -> ModelConfig:
         raise CheckpointError(f"{checkpoint.path / manifest.NAME}: meta.model.{where}: {problem['msg']}") from None
 
 
-def open_weights(path: str | os.PathLike[str]) -> Weights:
-    """A Hugging Face directory (it has a config.json), or a megazero checkpoint or a directory of some.
+def open_weights(path: str | os.PathLike[str], config_json: str | os.PathLike[str] | None = None) -> Weights:
+    """A Hugging Face directory, a megazero checkpoint or a directory of some, or another program's checkpoint.
 
-    Raises ConvertError or CheckpointError where it is neither, or not whole.
+    ``config_json``: for the last, a Hugging Face config.json (or its folder) that says what the model is. Raises
+    ConvertError or CheckpointError where it is none of them, or not whole.
     """
-    if (Path(path) / "config.json").exists():
-        return HFWeights(path)
-    return CheckpointWeights(open_checkpoint(path))
+    foreign = _open_foreign(path, config_json)
+    if foreign is None and not (Path(path) / "config.json").exists():
+        return CheckpointWeights(open_checkpoint(path))
+    return foreign or HFWeights(path)
+
+
+def open_source(path: str | os.PathLike[str], config_json: str | os.PathLike[str] | None = None) -> Weights:
+    """The same, but not a megazero checkpoint: where it is nothing else, the error says what a directory must have."""
+    return _open_foreign(path, config_json) or HFWeights(path)
+
+
+def _open_foreign(path: str | os.PathLike[str], config_json: str | os.PathLike[str] | None) -> Weights | None:
+    for name, weights in _FOREIGN.items():
+        module = importlib.import_module(f"megazero.convert.{name}")
+        if getattr(module, f"is_{name}")(Path(path)):
+            return getattr(module, weights)(path, config_json)
+    if config_json is not None:
+        raise ConvertError(
+            f"{path}: is no checkpoint of Megatron or DeepSpeed: only these need a config.json elsewhere"
+        )
+    return None

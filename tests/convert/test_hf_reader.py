@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from megazero.convert import HFWeights
+from megazero.convert import HFWeights, import_checkpoint
 from megazero.convert.configs import read_config
+from megazero.convert.families import FAMILIES
 from megazero.errors import ConvertError
 from megazero.sharding import Rectangle
 
@@ -84,7 +86,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     assert_same(HFWeights(directory), HFWeights(GPT2))
     tensors["lm_head.weight"][514, 63] += 1
     safetensors.torch.save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ConvertError, match="tie_word_embeddings, but lm_head.weight differs"):
+    with pytest.raises(ConvertError, match="lm_head.weight differs from the word embedding, but config.json"):
         HFWeights(directory)
 
 
@@ -178,6 +180,73 @@ def bad_bin(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"PK no archive")
 
 
+def list_bin(directory: Path) -> None:
+    remove(directory)
+    torch.save([torch.zeros(2)], directory / "pytorch_model.bin")
+
+
+def code_bin(directory: Path) -> None:
+    remove(directory)
+    torch.save({"a": shutil.rmtree}, directory / "pytorch_model.bin")
+
+
+def flip_header(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"data_offsets")] ^= 1
+    path.write_bytes(data)
+
+
+def shards(directory: Path, weight_map: object, **parts: list[str]) -> None:
+    """Each part's tensors in a file of its name, and an index."""
+    tensors = safetensors.torch.load_file(directory / "model.safetensors")
+    remove(directory)
+    for part, names in parts.items():
+        chosen = {name: tensors[name] for name in tensors if name in names or "rest" in names}
+        safetensors.torch.save_file(chosen, directory / f"{part}.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+NORM = "model.norm.weight"
+
+
+def twice(directory: Path) -> None:
+    shards(directory, {NORM: "a.safetensors", "b": "b.safetensors"}, a=["rest"], b=[NORM])
+
+
+def not_where_it_should_be(directory: Path) -> None:
+    shards(directory, {NORM: "a.safetensors", "model.gone": "a.safetensors"}, a=["rest"])
+
+
+def no_names(directory: Path) -> None:
+    shards(directory, [NORM], a=["rest"])
+
+
+def elsewhere(directory: Path) -> None:
+    shards(directory, {NORM: "../a.safetensors"}, a=["rest"])
+
+
+def no_index(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+
+
+def deep_json(directory: Path) -> None:
+    (directory / "config.json").write_text('{"a": ' * 100_000)
+
+
+def list_json(directory: Path) -> None:
+    (directory / "config.json").write_text("[1]")
+
+
+def binary_json(directory: Path) -> None:
+    (directory / "config.json").write_bytes(b"\xff\xfe\x00")
+
+
+def deep_index(directory: Path) -> None:
+    remove(directory)
+    (directory / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
 def broken_json(directory: Path) -> None:
     (directory / "config.json").write_text('{"model_type": ')
 
@@ -195,6 +264,18 @@ def no_config(directory: Path) -> None:
         (remove, "holds neither model.safetensors nor pytorch_model.bin"),
         (lost_shard, "model-00001-of-00002.safetensors, missing"),
         (bad_bin, "pytorch_model.bin: damaged"),
+        (list_bin, "pytorch_model.bin: holds a list, not a dict of tensors"),
+        (code_bin, "pytorch_model.bin: damaged or cut short .*[Ww]eights.only"),
+        (flip_header, "model.safetensors: damaged or cut short"),
+        (twice, r"b.safetensors: model.norm.weight is in a.safetensors as well"),
+        (not_where_it_should_be, r"a.safetensors: has no tensor model.gone, which model.safetensors.index.json says"),
+        (no_names, r"index.json: its weight_map must give the name of a file beside it"),
+        (elsewhere, r"index.json: its weight_map must give the name of a file beside it"),
+        (no_index, "nor pytorch_model.bin, whole or in shards with their index; it holds model-00001-of-00001"),
+        (deep_json, "config.json: cannot be read: nested too deeply"),
+        (list_json, "config.json: not a JSON object"),
+        (binary_json, "config.json: cannot be read"),
+        (deep_index, "index.json: cannot be read: nested too deeply"),
         (broken_json, "config.json: cannot be read"),
         (no_config, "holds no config.json"),
         (shutil.rmtree, "no such directory"),
@@ -204,7 +285,8 @@ def test_damage_is_named(damage, message, tmp_path):
     directory, _ = copy(LLAMA, tmp_path / "hf")
     damage(directory)
     with pytest.raises(ConvertError, match=message):
-        HFWeights(directory)
+        import_checkpoint(directory, tmp_path / "ours")
+    assert not [path for path in tmp_path.iterdir() if path != directory]
 
 
 @pytest.mark.parametrize(
@@ -257,3 +339,38 @@ def test_config_that_cannot_be_expressed_is_refused_by_name(source, changes, mes
 def test_sliding_window_of_qwen2_counts_only_where_it_is_used(fields, window):
     raw = {"model_type": "qwen2", "num_hidden_layers": 4, **fields}
     assert read_config(raw, "config.json")[1].sliding_window == window
+
+
+WRONG = ("many", -1, 0, 1e400, None, [], {}, [None], True, 10**30)
+
+
+@pytest.mark.parametrize("source", [GPT2, LLAMA])
+def test_no_value_of_any_field_is_a_traceback(source):
+    """A wrong value is an error that names the file, or means the same as leaving the field out."""
+    raw = json.loads((source / "config.json").read_text())
+    rope = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "layer_types", "eos_token_id")
+    for model_type in (raw["model_type"],) if source == GPT2 else ("llama", "mistral", "qwen2", "qwen3"):
+        fields = {*raw, *FAMILIES[model_type].defaults, *rope}
+        for field, value in itertools.product(sorted(fields), WRONG):
+            for also in ({}, {"use_sliding_window": True}):
+                try:
+                    read_config({**raw, "model_type": model_type, **also, field: value}, "config.json")
+                except ConvertError as error:
+                    assert str(error).startswith("config.json: "), (field, value)
+    scalings = ({"type": kind, key: value} for kind in ("linear", "llama3", "yarn") for key in ROPE for value in WRONG)
+    for scaling in scalings:
+        try:
+            read_config({**raw, "model_type": "llama", "rope_scaling": {**ROPE, **scaling}}, "config.json")
+        except ConvertError as error:
+            assert str(error).startswith("config.json: "), scaling
+
+
+ROPE = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}

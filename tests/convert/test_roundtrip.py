@@ -187,7 +187,7 @@ def test_fields_left_out_have_the_defaults_of_transformers(tmp_path):
         whole = getattr(transformers, config_class)().to_dict()
         bare_family, bare = read_config({"model_type": model_type}, "config.json")
         assert read_config(whole, "config.json") == (bare_family, bare)
-        ours = write_config(bare_family, bare, "float32", None)
+        ours = write_config(bare_family, bare, "float32", {})
         known = {k: v for k, v in ours.items() if k in whole and not k.endswith(("token_id", "dtype"))}
         same = {k: whole[k] for k in known}
         for loose in ("architectures", "n_inner", "max_window_layers", "layer_types", "sliding_window", "head_dim"):

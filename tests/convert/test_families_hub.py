@@ -1,0 +1,87 @@
+"""Every family and version in its hub-shaped directory, judged by transformers: logits, and the way there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+
+from megazero.config import Config
+from megazero.convert import HFWeights, export, import_checkpoint, open_weights
+from megazero.convert.verify import TOLERANCE, largest_difference
+from megazero.restore import resolve_model
+from tests.distributed import runs
+
+pytest.importorskip("transformers")
+
+from tests.convert import hub  # noqa: E402
+
+TOKENS_BS = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
+    """Name → directory, and its parameters under transformers' names."""
+    root = tmp_path_factory.mktemp("hub")
+    return {name: (root / name, hub.write(name, root / name)) for name in hub.VERSIONS}
+
+
+@pytest.mark.parametrize("name", hub.VERSIONS)
+def test_import_and_export_change_no_bit(name, written, tmp_path):
+    (source, before), version = written[name], hub.VERSIONS[name]
+    import_checkpoint(source, tmp_path / "ours")
+    assert largest_difference(open_weights(tmp_path / "ours"), source) < TOLERANCE
+    export(tmp_path / "ours", tmp_path / "hf", dtype=str(version.dtype).removeprefix("torch."))
+    after = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for key, value in after.items():
+        assert value.dtype == version.dtype and torch.equal(value, before[key]), key
+    original, again = HFWeights(source), HFWeights(tmp_path / "hf")
+    assert again.config == original.config and again.family is original.family
+    assert again.tokens == {"pad_token_id": None, **original.tokens}
+    for file in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "hf" / file).read_bytes() == (source / file).read_bytes()
+
+
+def rank_logits(paths: list[str], tp: int, pp: int) -> list[torch.Tensor]:
+    """This rank's columns of each model's logits (B·S, local vocabulary); nothing where the head is on another."""
+    found = []
+    for path in paths:
+        tree = runs.settings(
+            {"init_from": path}, (tp, pp, 1), parallel={"sequence_parallel": False}, data={"seq_length": 24}
+        )
+        config = resolve_model(Config.from_dict(tree), tp * pp)
+        rank = dist.get_rank()
+        with runs.make_engine(config) as engine, torch.no_grad():
+            stage = engine.stage
+            stage.model.eval()
+            stage.gather()
+            x = TOKENS_BS.flatten()
+            if stage.model.embedding is None:
+                x = torch.empty(TOKENS_BS.numel(), engine.model_config.hidden_size)
+                dist.recv(x, rank - tp)
+            x = stage.model(x, stage.contexts(len(TOKENS_BS)))
+            if stage.model.head is None:
+                dist.send(x, rank + tp)
+            else:
+                stage.sharded.use_all()
+                found.append(F.linear(x, stage.model.head.weight[: stage.model.head.valid]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "names"),
+    [(2, 2, tuple(hub.VERSIONS)), (4, 1, ("gpt2", "llama-3.2", "qwen2")), (1, 2, ("mistral-v0.1", "qwen3-tied"))],
+    ids=["tp2-pp2", "tp4-pp1", "tp1-pp2"],
+)
+def test_logits_of_every_layout(tp: int, pp: int, names: tuple[str, ...], written, ranks: Callable):
+    parts = ranks(tp * pp, rank_logits, [str(written[name][0]) for name in names], tp, pp, timeout=600)
+    for index, name in enumerate(names):
+        ours = torch.cat([part[index] for part in parts if part], dim=1).view(*TOKENS_BS.shape, -1)
+        theirs = hub.logits(written[name][0], TOKENS_BS)
+        assert (ours - theirs).abs().max() < TOLERANCE * theirs.abs().max(), name
