@@ -21,6 +21,15 @@ _WHOLE_TENSORS = ("Adafactor", "Muon")
 _REFUSED = {"LBFGS": "calls the model again inside its step", "SparseAdam": "takes sparse gradients only"}
 _LACKING = ("Lamb", "FusedLamb", "MuAdam", "MuAdamW", "MuSGD", "OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
+# Arguments that only DeepSpeed's Adam has, and what they are unless given.
+_ADAM_FLAGS = {
+    "adam_w_mode": True,
+    "torch_adam": False,
+    "bias_correction": True,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,
+}
+
 
 class Lion(torch.optim.Optimizer):
     """Sign of interpolated momentum with decoupled weight decay (Chen et al. 2023, arXiv 2302.06675, program 1)."""
@@ -69,13 +78,13 @@ def make_optimizer(
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """What an optimizer's arguments are where none are given, by name; nothing for one that is not known."""
+    """What each argument of an optimizer is where it is not given; nothing for a name that is not known."""
     exact = {kind.lower(): kind for kind in _known()}.get(name.lower())
     if exact is None:
         return {}
-    parameters = inspect.signature(_class(exact).__init__).parameters.values()
-    found = {part.name: part.default for part in parameters if part.default is not part.empty}
-    return found | ({"weight_decay": 0.0} if exact in ("Adam", "AdamW") else {})
+    parameters = list(inspect.signature(_class(exact).__init__).parameters.values())[2:]
+    found = {parameter.name: parameter.default for parameter in parameters}
+    return found | (_ADAM_FLAGS | {"weight_decay": 0.0} if exact in ("Adam", "AdamW") else {})
 
 
 def _known() -> tuple[str, ...]:
@@ -117,7 +126,7 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[OptimizerChoice | None
     if not found:
         try:
             _class(exact)([torch.zeros(1, 1, requires_grad=True)], **arguments)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever a class does with what it does not expect
             found.append(("optimizer.params", f"{exact} does not take them: {error}"))
     return (None if found else OptimizerChoice(exact, arguments, exact in _WHOLE_TENSORS)), found
 
@@ -125,13 +134,7 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[OptimizerChoice | None
 def _settle_adam(name: str, arguments: dict[str, Any], found: list[tuple[str, str]]) -> str:
     """Takes out what only DeepSpeed's Adam has; returns the class of torch.optim that computes the same."""
     flags = {}
-    for flag, default in (
-        ("adam_w_mode", True),
-        ("torch_adam", False),
-        ("bias_correction", True),
-        ("fp32_optimizer_states", True),
-        ("set_grad_none", True),
-    ):
+    for flag, default in _ADAM_FLAGS.items():
         try:
             flags[flag] = BOOLEAN.read(arguments.pop(flag, default))
         except ValueError as error:

@@ -99,18 +99,18 @@ class _Reading:
             path = ALIASES.get(path, path)
             if path == "zero_optimization" and isinstance(value, bool):
                 value = {"stage": int(value)}  # an old way to ask for stage 1
+            if path not in KEYS and path not in SECTIONS:
+                self.problems.append((path, _unknown(path)))
+                continue
             value = self._resolved(path, value)
             if value is None:
                 continue
-            if path in SECTIONS:
-                if isinstance(value, Mapping):
-                    self.walk(path, value)
-                else:
-                    self.problems.append((path, f"{value!r} must be an object of settings"))
-            elif path in KEYS:
+            if path in KEYS:
                 self._take(KEYS[path], value)
+            elif isinstance(value, Mapping):
+                self.walk(path, value)
             else:
-                self.problems.append((path, _unknown(path)))
+                self.problems.append((path, f"{value!r} must be an object of settings"))
 
     def _resolved(self, path: str, value: Any) -> Any:
         """The value of an "auto", None where it is left to the default."""
@@ -122,17 +122,20 @@ class _Reading:
         return value
 
     def arguments(self, path: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of an optimizer or scheduler at ``path``, each "auto" resolved or left out."""
+        """The arguments of an optimizer or scheduler at ``path``, each "auto" resolved or left out.
+
+        ``defaults``: of every argument there is, None where it has none.
+        """
         given = self.get(path) or {}
         if not isinstance(given, Mapping):
             self.problems.append((path, f"{given!r} must be an object of arguments"))
             return {}
         result = {}
-        for name, value in given.items():
+        for name, value in ((str(name), value) for name, value in given.items()):
             resolved = self._resolved(f"{path}.{name}", value)
-            if resolved is not None:
+            if resolved is not None or name not in defaults:
                 result[name] = resolved
-            elif value is not None and name in defaults:
+            elif value is not None:
                 self.autos[f"{path}.{name}"] = defaults[name]
         return result
 
@@ -207,6 +210,7 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
     # What only follows from a mistake that is reported already would be noise.
     text = "\n".join(f"{path}: {message}" for path, message in reading.problems)
     names = [path for path, _ in reading.problems]
+    wrong = [] if set(sizes) & set(names) else wrong
     for path, message in (*wrong, *_rules(reading, precision, optimizer, world_size)):
         if path not in text and not any(name in message for name in names):
             reading.problems.append((path, message))

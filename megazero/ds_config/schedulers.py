@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,7 +78,12 @@ PARAMETERS: dict[str, tuple[Parameter, ...]] = {
         Parameter("cycle_first_stair_count", integer(0), 0, "stairs of the rise; 0: even"),
         Parameter("cycle_second_stair_count", integer(0), None, "stairs of the fall; absent: as the rise"),
         Parameter("decay_step_size", number(0), 0, "steps; 0: no decay"),
-        Parameter("cycle_momentum", BOOLEAN, None, "cycle the first of betas too; absent: where there are any"),
+        Parameter(
+            "cycle_momentum",
+            BOOLEAN,
+            None,
+            "cycle the first of betas too, the second becomes 0.99; absent: where there are any",
+        ),
         Parameter("cycle_min_mom", RATES, 0.8, "lowest momentum"),
         Parameter("cycle_max_mom", RATES, 0.9, "highest momentum"),
         Parameter(
@@ -97,8 +103,13 @@ _NOT_FROM_JSON = ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedSchedu
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """What a schedule's arguments are where none are given; nothing for those that must be, or one not known."""
-    return {key.name: key.default for key in PARAMETERS.get(name, ()) if key.default is not REQUIRED}
+    """What each argument of a schedule is where it is not given; nothing for a name that is not known."""
+    if name in PARAMETERS:
+        return {key.name: None if key.default is REQUIRED else key.default for key in PARAMETERS[name]}
+    if name not in _torch_schedulers():
+        return {}
+    parameters = list(inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters.values())[1:]
+    return {part.name: None if part.default is part.empty else part.default for part in parameters}
 
 
 def choose(name: str, params: Mapping[str, Any]) -> tuple[SchedulerChoice | None, list[tuple[str, str]]]:
@@ -118,7 +129,7 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[SchedulerChoice | None
         return None, [("scheduler.type", f"{name!r} {what}; {hint}")]
     try:
         kind(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9), **params)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever a class does with what it does not expect
         return None, [("scheduler.params", f"{name} does not take them: {error}")]
     return SchedulerChoice(name, dict(params)), []
 

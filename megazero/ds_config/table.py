@@ -61,7 +61,7 @@ def _section(prefix: str, *keys: Key) -> Iterator[Key]:
 
 
 _COUNT, _SIZE, _ANY_NUMBER = integer(1), integer(0), number()
-_OFFLOAD = "offload to host memory or NVMe is not here yet"
+_OFFLOAD = "offload to host memory or NVMe, which is to come"
 _FOR_OFFLOAD = "belongs to offload"
 _FOR_NVME = "tunes NVMe, which belongs to offload"
 _PIPELINE = "megazero pipelines its own GPT: parallel.pp of pretrain/gpt.py"
