@@ -21,7 +21,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
-from megazero.errors import LaunchError
+from megazero.config import load_config
+from megazero.errors import ConfigError, LaunchError
 from tools.layout_runs import HELP, ROOT, launch, parse_run
 
 LARGEST_MEAN = 1e-3
@@ -65,7 +66,9 @@ def main() -> None:
     if len(runs) < 2:
         raise LaunchError("--runs: give at least two, the reference and the measure")
     for run in runs:
-        parse_run(run)
+        processes, flags = parse_run(run)
+        if load_config([*common, *flags], world_size=processes).checkpoint.dir is not None:
+            raise ConfigError.single("checkpoint.dir", "the runs would continue each other from there; leave it out")
     found: list[Difference] = []
     print("| run | median difference | largest | signed mean | |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="megazero-compare-") as directory:

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from megazero.config import load_config
+from tools.layout_runs import parse_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Its commands start scripts that the page itself prints; a test of its own writes them out and runs them.
 OWN_TEST = ("change-the-model.md",)
 BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-OWN_FLAGS = {"tools/benchmark.py": ("--warmup", "--measure")}
+OWN_FLAGS = {"tools/benchmark.py": ("--warmup", "--measure", "--profile")}
+SEVERAL_RUNS = {"tools/benchmark_layouts.py": "tools/benchmark.py", "tools/compare_layouts.py": "pretrain/gpt.py"}
 
 
 def blocks(page: Path) -> list[str]:
@@ -50,8 +52,20 @@ def help_of(script: str, *subcommand: str) -> str:
     return done.stdout
 
 
+def check_runs(script: str, arguments: list[str]) -> None:
+    """Each of ``--runs`` with the other settings."""
+    start = arguments.index("--runs") + 1
+    end = next((i for i in range(start, len(arguments)) if arguments[i].startswith("--")), len(arguments))
+    for run in arguments[start:end]:
+        processes, flags = parse_run(run)
+        check_script(SEVERAL_RUNS[script], [*arguments[: start - 1], *arguments[end:], *flags], processes)
+
+
 def check_script(script: str, arguments: list[str], processes: int) -> None:
     assert (ROOT / script).is_file(), script
+    if script in SEVERAL_RUNS:
+        check_runs(script, arguments)
+        return
     if script == "pretrain/gpt.py" or script in OWN_FLAGS:
         settings = list(arguments)
         for flag in OWN_FLAGS.get(script, ()):
