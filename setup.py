@@ -11,6 +11,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megazero/__init__.py").r
 CONVERT = ["transformers>=4.51"]
 DATA = ["tokenizers", "tiktoken", "pyarrow", "zstandard"]
 TENSORBOARD = ["tensorboard"]
+PEFT = ["peft", "accelerate"]
 
 setup(
     name="megazero",
@@ -34,11 +35,13 @@ setup(
         "convert": CONVERT,
         "data": DATA,
         "tensorboard": TENSORBOARD,
+        "peft": PEFT,
         # megatron-core reads and writes our datasets, as the reference for their format.
         "test": [
             *CONVERT,
             *DATA,
             *TENSORBOARD,
+            *PEFT,
             "pytest",
             "hypothesis",
             "ruff",

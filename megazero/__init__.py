@@ -42,6 +42,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "zero":
+        return importlib.import_module("megazero.zero")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,12 +68,13 @@ class Communicator:
                 dist.all_reduce(buffer, group=self.group)
         return work
 
-    def reduce_scatter(self, buffers: Sequence[torch.Tensor]) -> Work:
-        """Leave the sum over the group in this rank's slice of every buffer; the rest is then undefined."""
+    def reduce_scatter(self, buffers: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]) -> Work:
+        """Put this rank's slice of each buffer's sum over the group into ``slices``; one may be part of the buffer
+        itself, whose rest is then undefined."""
         self._count("reduce_scatter", buffers)
         with dist._coalescing_manager(group=self.group, async_ops=True) as work:
-            for buffer in buffers:
-                _reduce_scatter(self.slice_of(buffer), buffer, group=self.group)
+            for buffer, own in zip(buffers, slices, strict=True):
+                _reduce_scatter(own, buffer, group=self.group)
         return work
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]) -> Work:
@@ -84,9 +85,9 @@ class Communicator:
                 _all_gather(buffer, own, group=self.group)
         return work
 
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Replace every rank's values by those of the group's first."""
-        dist.broadcast(buffer, group=self.group, group_src=0)
+    def broadcast(self, buffer: torch.Tensor, source: int = 0) -> None:
+        """Replace every rank's values by those of the group's first, or of its ``source``-th."""
+        dist.broadcast(buffer, group=self.group, group_src=source)
 
     def _count(self, kind: str, buffers: Sequence[torch.Tensor]) -> None:
         self.calls[kind] += 1

@@ -318,7 +318,7 @@ def _optimizer(config: Config) -> Problems:
 def _checkpoint(config: Config) -> Problems:
     checkpoint, train = config.checkpoint, config.train
     if checkpoint.dir is None:
-        for name in ("save_interval", "keep"):
+        for name in ("save_interval", "keep", "async_save"):
             if value := getattr(checkpoint, name):
                 yield f"checkpoint.{name}", f"{value} needs a place to save; give checkpoint.dir, or leave it out"
         if train.time_limit:

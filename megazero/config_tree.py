@@ -273,6 +273,9 @@ class CheckpointSection(Section):
     dir: str | None = Field(None, description="directory of this run's checkpoints; unset: nothing is saved")
     save_interval: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
     keep: int = Field(0, ge=0, description="newest checkpoints that stay; 0: all")
+    async_save: bool = Field(
+        False, description="write while training goes on, from a copy in host memory of what each rank saves"
+    )
     resume: str = Field(
         "auto", min_length=1, description="auto: the newest whole checkpoint in dir, if any; never; or a path"
     )

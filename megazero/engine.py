@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import deque
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -24,8 +23,9 @@ from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
 from megazero.pipeline.executor import Executor
 from megazero.pipeline.p2p import Transfers
 from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
+from megazero.planner.memory import plan
 from megazero.restore import resolve_model
-from megazero.signals import StopRequest
+from megazero.signals import LateFlags, StopRequest
 from megazero.stage import MicroBatch
 from megazero.telemetry.sinks import check_sinks
 from megazero.telemetry.telemetry import Telemetry
@@ -90,13 +90,15 @@ class Engine:
         self._schedules()
         self._executor = Executor(self.stage, self._transfers(DTYPES[precision]))
         self._stop = StopRequest()
-        self._stop_flags: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._stop_flags = LateFlags(self.device)
         self._logged_step = self.step
-        self._saved_step = self.step if self._restored.in_own_directory else -1
-        self.writer = restore.open_writer(self)
+        self._saves = restore.Saves(self, self.step if self._restored.in_own_directory else -1)
         self.telemetry = Telemetry(
             config, self.model_config, layout, self.device, environment.rank, self._restored.run_id, self.step
         )
+        if environment.rank == 0:
+            planned = plan(config, environment.world_size, gpu=self.device.type == "cuda")
+            self.telemetry.message(planned.describe())
         for message in self._restored.messages:
             self.telemetry.message(message)
         if self.step >= config.train.steps:
@@ -110,9 +112,14 @@ class Engine:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self._stop.uninstall()
-        self.telemetry.close()
-        gc.unfreeze()
+        try:
+            # After an error of training a save that is under way ends by itself, before the process does.
+            if error is None:
+                self._saves.wait()
+        finally:
+            self._stop.uninstall()
+            self.telemetry.close()
+            gc.unfreeze()
         # After an error other ranks may be inside a collective: leave it to the process's end.
         if self._owns_group and error is None:
             dist.destroy_process_group()
@@ -144,19 +151,10 @@ class Engine:
         """Whether another step is to be taken; asked by every rank between steps."""
         if self.step >= self.config.train.steps:
             return False
-        if self._stop_agreed():
+        if self._stop_flags.up():
             self.telemetry.message(f"stopping after step {self.step}: {self._stop.reason or 'another rank asked to'}")
             return False
         return True
-
-    def _stop_agreed(self) -> bool:
-        # The flag of the step before the last: its value has long arrived, so the device keeps a step to work on.
-        if len(self._stop_flags) < 2:
-            return False
-        flag, event = self._stop_flags.popleft()
-        if event is not None:
-            event.synchronize()
-        return bool(flag > 0)
 
     def train_batch(self, source: BatchSource) -> Metrics:
         """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
@@ -165,7 +163,8 @@ class Engine:
         sums = self._forward_backward(micro_batches, lr)
         self.step += 1
         self.consumed_samples += self.config.train.global_batch_size
-        self._note_stop_flag(sums.stop)
+        self._stop_flags.note(sums.stop)
+        self._saves.report()
         interval = self.config.log.interval
         if interval and (self.step % interval == 0 or self.step == self.config.train.steps):
             self._log(sums, lr, source)
@@ -181,6 +180,10 @@ class Engine:
         self.stage.model.train()
         loss = self._run(self._train_actions, micro_batches)
         stop = self._stop.requested(self._started, self.config.train.time_limit)
+        if self._saves.failed:
+            # Stopping is what all ranks agree on; the error is then raised on all of them at once, where they wait.
+            self._stop.reason, stop = f"the checkpoint of step {self._saves.step} could not be saved", True
+        self._saves.before_update()
         return self.optimizer.run(self.step + 1, lr, loss, self._tokens(micro_batches), normalizer, stop)
 
     def _run(self, actions: list[Action], micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -204,16 +207,6 @@ class Engine:
         if not self._reports_loss:
             return 0.0
         return sum(float(micro_batch["weights"].sum(dtype=torch.float64)) for micro_batch in micro_batches)
-
-    def _note_stop_flag(self, flag: torch.Tensor) -> None:
-        if self.device.type != "cuda":
-            self._stop_flags.append((flag, None))
-            return
-        pinned = torch.empty((), dtype=flag.dtype, pin_memory=True)
-        pinned.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._stop_flags.append((pinned, event))
 
     def _log(self, sums: StepSums, lr: float, source: BatchSource) -> None:
         self._raise_if_diverged(source)
@@ -264,17 +257,16 @@ class Engine:
         return loss
 
     def save(self, source: BatchSource) -> None:
-        """Write a checkpoint of the step just taken, where ``checkpoint.dir`` is set and it is not there already.
+        """Write a checkpoint of the step just taken, where ``checkpoint.dir`` is set and it is not there already. With
+        ``checkpoint.async_save`` it is written while training goes on; leaving the engine's context waits for it.
 
         ``source``: read again if the run has diverged, to say where; a diverged run is not saved.
         """
-        if self.writer is None or self._saved_step == self.step:
+        if not self._saves.due:
             return
         self._raise_if_diverged(source)
         with self.telemetry.paused():
-            restore.save(self, self.writer)
-        self._saved_step = self.step
-        self.telemetry.message(f"saved step {self.step} in {self.config.checkpoint.dir}")
+            self._saves.save()
 
 
 def device_of(environment: ProcessEnvironment) -> torch.device:

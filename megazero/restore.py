@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,11 @@ from megazero.checkpoint import (
     open_checkpoint,
     raise_together,
 )
+from megazero.checkpoint.background import BackgroundSaver
+from megazero.checkpoint.locate import step_directory
+from megazero.checkpoint.rng import rng_state, set_rng_state
+from megazero.checkpoint.store_group import StoreGroup
+from megazero.checkpoint.writer import AnyChunk
 from megazero.config import Config, with_model
 from megazero.convert import CheckpointWeights, Weights, model_of, open_weights
 from megazero.errors import CheckpointError, ConfigError, ConvertError
@@ -203,7 +208,7 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
         optimizer.loss_scale.fill_(meta["loss_scale"])
         optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
     if same:
-        _set_rng(checkpoint.rank_state(engine.topology.rank), engine.device)
+        set_rng_state(checkpoint.rank_state(engine.topology.rank), engine.device)
     directory = engine.config.checkpoint.dir
     own = directory is not None and checkpoint.path.parent.resolve() == Path(directory).resolve()
     how = "" if same else f", saved by another layout ({_spelled(meta['layout'])})"
@@ -231,24 +236,74 @@ def _spelled(layout: dict[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
-def _set_rng(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["rng_cpu"])
-    if device.type == "cuda" and "rng_cuda" in state:
-        torch.cuda.set_rng_state(state["rng_cuda"], device)
+class Saves:
+    """The checkpoints that one run writes, where it has a place for them.
+
+    ``step``: of the newest checkpoint that is there or under way, -1 for none.
+    """
+
+    def __init__(self, engine: Engine, step: int) -> None:
+        settings = engine.config.checkpoint
+        self._engine, self.step = engine, step
+        self._writer: CheckpointWriter | None = None
+        self._background: BackgroundSaver | None = None
+        if settings.dir is None:
+            return
+        group = group_of(engine)
+        if settings.async_save:
+            self._background = BackgroundSaver(engine.device)
+            group = StoreGroup.beside(group, engine.config.train.timeout)
+        self._writer = CheckpointWriter(settings.dir, group, settings.keep, engine.step)
+
+    @property
+    def due(self) -> bool:
+        """Whether there is a state to save that is not on disk, nor under way to it."""
+        return self._writer is not None and self.step != self._engine.step
+
+    def save(self) -> None:
+        """Write the state after the step just taken; in the background where that is set."""
+        assert self._writer is not None
+        engine, writer, step, meta = self._engine, self._writer, self._engine.step, _meta(self._engine)
+
+        def write(chunks: Iterable[AnyChunk], rank_state: Mapping[str, torch.Tensor]) -> Path:
+            return writer.save(step, chunks, rank_state, meta)
+
+        self.wait()
+        chunks, state = _chunks(engine), rng_state(engine.device)
+        if self._background is None:
+            self._say(write(chunks, state))
+        else:
+            self._background.save(write, chunks, state, step_directory(writer.root, step))
+        self.step = step
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what a save may still be copying."""
+        if self._background is not None:
+            self._background.release()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background is known, on this rank, to have failed; ``wait`` raises its error."""
+        return self._background is not None and self._background.failed
+
+    def report(self) -> None:
+        """Say which save has ended since the last call."""
+        if self._background is not None and (path := self._background.finished()) is not None:
+            self._say(path)
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises CheckpointError on every rank where one has failed."""
+        if self._background is not None:
+            self._background.wait()
+            self.report()
+
+    def _say(self, path: Path) -> None:
+        self._engine.telemetry.message(f"saved step {int(path.name.removeprefix('step_'))} in {path.parent}")
 
 
-def open_writer(engine: Engine) -> CheckpointWriter | None:
-    """The run's writer; None where nothing is saved."""
-    settings = engine.config.checkpoint
-    if settings.dir is None:
-        return None
-    return CheckpointWriter(settings.dir, group_of(engine), settings.keep, engine.step)
-
-
-def save(engine: Engine, writer: CheckpointWriter) -> None:
-    """Write the state after the step just taken."""
+def _meta(engine: Engine) -> dict[str, Any]:
     optimizer = engine.optimizer
-    meta: dict[str, Any] = {
+    return {
         "model": engine.model_config.model_dump(mode="json"),
         "config": engine.config.model_dump(mode="json"),
         "layout": _layout(engine),
@@ -259,10 +314,6 @@ def save(engine: Engine, writer: CheckpointWriter) -> None:
         "loss_scale_good_steps": int(optimizer.good_steps) if optimizer.fp16 else None,
         "run_id": engine.telemetry.run_id,
     }
-    rank_state = {"rng_cpu": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        rank_state["rng_cuda"] = torch.cuda.get_rng_state(engine.device)
-    writer.save(engine.step, _chunks(engine), rank_state, meta)
 
 
 def _chunks(engine: Engine) -> Iterator[ChunkData]:

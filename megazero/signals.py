@@ -1,12 +1,15 @@
-"""Requests to stop after the step under way: SIGTERM, SIGINT, or a time limit."""
+"""Requests to stop after the step under way: SIGTERM, SIGINT, or a time limit; and how ranks hear of each other's."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
+from collections import deque
 from types import FrameType
 from typing import Any
+
+import torch
 
 
 class StopRequest:
@@ -38,3 +41,32 @@ class StopRequest:
         if self.reason is None and time_limit and time.monotonic() - started > 60 * time_limit:
             self.reason = f"train.time_limit of {time_limit:g} minutes is over"
         return self.reason is not None
+
+
+class LateFlags:
+    """Numbers that the device sums over all ranks once a step. The host looks at that of the step before the last: its
+    value has long arrived, so the device keeps a step to work on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._flags: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def note(self, flag: torch.Tensor) -> None:
+        """A step's sum, a scalar."""
+        if not self._cuda:
+            self._flags.append((flag, None))
+            return
+        pinned = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        pinned.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._flags.append((pinned, event))
+
+    def up(self) -> bool:
+        """Whether the sum of the step before the last, not looked at yet, is above 0: the same on every rank."""
+        if len(self._flags) < 2:
+            return False
+        flag, event = self._flags.popleft()
+        if event is not None:
+            event.synchronize()
+        return bool(flag > 0)

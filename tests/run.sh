@@ -4,5 +4,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tests/python_env.sh
 need_python test torch numpy sentencepiece einops wandb pydantic safetensors yaml rich \
-    transformers tokenizers tiktoken pyarrow zstandard tensorboard pytest hypothesis ruff setuptools wheel megatron.core
+    transformers tokenizers tiktoken pyarrow zstandard tensorboard pytest hypothesis ruff setuptools wheel megatron.core \
+    peft accelerate
 exec "$PYTHON" -m pytest "$@"

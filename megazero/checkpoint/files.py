@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -27,6 +28,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -67,6 +70,16 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """A file with these bytes in place of what was there, durably; at any instant it is the former or the new one."""
+    new = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    write_file(new, data)
+    os.rename(new, path)
+    sync_directory(path.parent)
 
 
 def remove_tree(path: Path) -> None:

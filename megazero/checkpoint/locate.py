@@ -4,6 +4,8 @@ root/step_00000100             a whole checkpoint, committed by a rename
 root/step_00000100.replaced    the former checkpoint of that step, for the instant its successor takes its name
 root/.step_00000200.saving     a save under way, or the rest of one cut off
 root/.step_00000050.removing   a checkpoint being deleted
+root/global_step100            a checkpoint under a tag, a name that the user of an engine may choose
+root/latest                    the tag to load where none is given
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from megazero.errors import CheckpointError
 
 REPLACED, SAVING, REMOVING = ".replaced", ".saving", ".removing"
 _STEP = re.compile(r"step_(\d{8,})(\.replaced)?")
-_LEFTOVER = re.compile(r"\.step_\d{8,}\.(saving|removing)")
+_LEFTOVER = re.compile(r"\..+\.(saving|removing)")
+LATEST = "latest"
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -37,7 +40,69 @@ def step_directories(root: Path) -> list[tuple[int, Path]]:
 
 def leftovers(root: Path) -> list[Path]:
     """What saves and deletions that were cut off have left behind."""
-    return sorted(root / entry.name for entry in os.scandir(root) if _LEFTOVER.fullmatch(entry.name))
+    return sorted(root / e.name for e in os.scandir(root) if _LEFTOVER.fullmatch(e.name) and e.is_dir())
+
+
+def replaced(root: Path) -> list[Path]:
+    """Former checkpoints whose successors may not have taken their names."""
+    return [path for path in _checkpoints(root) if path.name.endswith(REPLACED)]
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    """Directories with a manifest, whole or not, those being written or deleted apart."""
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    return [root / name for name in names if (root / name / manifest.NAME).exists()]
+
+
+def tagged(root: str | os.PathLike[str], tag: str) -> Path:
+    """The whole checkpoint of that tag; CheckpointError where there is none, with the tags that there are."""
+    path = Path(root) / tag
+    former = path.with_name(path.name + REPLACED)
+    if not path.exists() and former.exists():
+        path = former
+    if not path.exists():
+        there = [found.name for found in _checkpoints(Path(root))] if Path(root).is_dir() else []
+        raise CheckpointError(
+            f"{path}: no such checkpoint; {f'there are {_some(there)}' if there else 'there is none'}"
+        )
+    read_whole(path)
+    return path
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
+def latest_tagged(root: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint that the file ``latest`` names; where that is missing, empty or names none that is whole, the one
+    saved last that is, with a warning. None where nothing was ever saved; CheckpointError where no checkpoint is whole.
+    """
+    root, problems = Path(root), []
+    if not root.is_dir():
+        return None
+    try:
+        tag = (root / LATEST).read_text().strip()
+        # A name alone: what the file holds may be anything.
+        if not tag or Path(tag).name != tag:
+            raise CheckpointError(f"{root / LATEST}: names no checkpoint")
+        return tagged(root, tag)
+    except (CheckpointError, OSError, UnicodeDecodeError) as error:
+        problems.append(f"{root / LATEST}: missing" if isinstance(error, FileNotFoundError) else str(error))
+    found = []
+    for path in _checkpoints(root):
+        try:
+            contents = read_whole(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            found.append((contents.meta.get("saved_at", 0.0), contents.step, path.name))
+    if found:
+        path = root / max(found)[2]
+        warnings.warn(f"{'; '.join(dict.fromkeys(problems))}; using {path}", stacklevel=2)
+        return path
+    if len(problems) > 1 or (root / LATEST).exists():
+        raise CheckpointError(f"{root}: no whole checkpoint. {'; '.join(dict.fromkeys(problems))}")
+    return None
 
 
 def read_whole(directory: Path) -> manifest.Manifest:
@@ -83,10 +148,10 @@ def newest_or_none(root: str | os.PathLike[str]) -> Path | None:
 def newest(path: str | os.PathLike[str]) -> Path:
     """The checkpoint that a path means: itself, or the newest whole one under it. CheckpointError if there is none."""
     path = Path(path)
-    if (path / manifest.NAME).exists() or _STEP.fullmatch(path.name):
-        replaced = path.with_name(path.name + REPLACED)
-        if not path.exists() and replaced.exists():
-            path = replaced
+    former = path.with_name(path.name + REPLACED)
+    if (path / manifest.NAME).exists() or _STEP.fullmatch(path.name) or (not path.exists() and former.exists()):
+        if not path.exists() and former.exists():
+            path = former
         if path.is_dir():
             read_whole(path)
             return path
@@ -94,7 +159,7 @@ def newest(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{path}: no such checkpoint directory")
     if not path.is_dir():
         raise CheckpointError(f"{path}: a file; a checkpoint is a directory with a {manifest.NAME}")
-    found = newest_or_none(path)
+    found = newest_or_none(path) or latest_tagged(path)
     if found is None:
         hint = "a checkpoint is a directory step_XXXXXXXX, or a directory that holds some"
         if (path / "config.json").exists():

@@ -16,6 +16,29 @@ from megazero.sharding import Rectangle
 
 _MAX_OPEN_FILES = 32
 
+Shapes = Mapping[str, Sequence[int]]
+
+
+def differences(found: Shapes, wanted: Shapes) -> list[str]:
+    """In which ways what a checkpoint holds (name → shape) is not what is wanted, as ends of a sentence on it."""
+    problems = [
+        ("lacks", [name for name in wanted if name not in found]),
+        ("has in excess", [name for name in found if name not in wanted]),
+        (
+            "has in another shape",
+            [
+                f"{name} {list(found[name])}, not {list(shape)}"
+                for name, shape in wanted.items()
+                if name in found and tuple(found[name]) != tuple(shape)
+            ],
+        ),
+    ]
+    return [
+        f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for what, names in problems
+        if names
+    ]
+
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint, or the newest whole one under a directory; CheckpointError where there is none."""
@@ -50,6 +73,11 @@ class Checkpoint:
     def world_size(self) -> int:
         return len(self._ranks)
 
+    @property
+    def kinds(self) -> set[str]:
+        """What there is of some parameter or other: weight, and what the optimizer keeps."""
+        return {kind for kind, _ in self._chunks}
+
     def has(self, kind: str, name: str) -> bool:
         """Whether there is a tensor of this kind for the parameter; weights-only checkpoints have no moments."""
         return (kind, name) in self._chunks or (kind == "weight" and name in self.parameters)
@@ -63,6 +91,10 @@ class Checkpoint:
         for chunk, part in self._sources(kind, name, box):
             result[part.within(box)] = self._read_chunk(chunk)[part.within(chunk.box)]
         return result
+
+    def state_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of what ``rank_state`` reads."""
+        return {tensor.key: tensor.shape for tensor in self._ranks[rank].state}
 
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
         """What that rank, of ``world_size``, saved for itself alone."""
@@ -93,26 +125,9 @@ class Checkpoint:
                 self._check(chunk)
             self.rank_state(rank)
 
-    def check_matches(self, parameters: Mapping[str, Sequence[int]]) -> None:
+    def check_matches(self, parameters: Shapes) -> None:
         """CheckpointError unless the checkpoint's parameters are exactly these (global name → global shape)."""
-        wanted = {name: tuple(shape) for name, shape in parameters.items()}
-        problems = [
-            ("lacks", [name for name in wanted if name not in self.parameters]),
-            ("has in excess", [name for name in self.parameters if name not in wanted]),
-            (
-                "has in another shape",
-                [
-                    f"{name} {list(self.parameters[name])}, not {list(shape)}"
-                    for name, shape in wanted.items()
-                    if name in self.parameters and self.parameters[name] != shape
-                ],
-            ),
-        ]
-        told = [
-            f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-            for what, names in problems
-            if names
-        ]
+        told = differences(self.parameters, parameters)
         if told:
             raise CheckpointError(
                 f"{self.path}: is of another model: it {'; it '.join(told)}. Give the model settings that it was "

@@ -57,6 +57,9 @@ class CheckpointWriter:
     would pick them.
     """
 
+    setting = "checkpoint.dir"
+    """What the user calls ``root``."""
+
     def __init__(
         self, root: str | os.PathLike[str], group: Group | None = None, keep: int = 0, start_step: int = 0
     ) -> None:
@@ -65,11 +68,12 @@ class CheckpointWriter:
         self._known: set[int] = set()
         with self._together(first_only=True) as active:
             if active:
+                if self.root.exists() and not self.root.is_dir():
+                    raise CheckpointError(f"{self.root}: is a file; {self.setting} must be a directory")
                 self._look_around(start_step)
+                self._try_to_write()
 
     def _look_around(self, start_step: int) -> None:
-        if self.root.exists() and not self.root.is_dir():
-            raise CheckpointError(f"{self.root}: is a file; checkpoint.dir must be a directory")
         found = locate.step_directories(self.root) if self.root.exists() else []
         self._known.update(step for step, _ in found)
         for step, directory in reversed(found):
@@ -78,7 +82,6 @@ class CheckpointWriter:
                     f"{self.root}: holds step {step} of another run; this one starts from step {start_step}. "
                     f"Resume that run (checkpoint.resume auto), or choose another checkpoint.dir, or remove {directory}"
                 )
-        self._try_to_write()
 
     def _try_to_write(self) -> None:
         """Raise now the OSError that the first save would meet, hours later. Nothing is left behind."""
@@ -102,8 +105,17 @@ class CheckpointWriter:
         ``rank_state``: tensors of any dtype that only this rank gets back. ``meta``: JSON; rank 0's is kept.
         Raises CheckpointError with the same message on every rank, the checkpoints before it untouched.
         """
-        group, target = self.group, locate.step_directory(self.root, step)
-        saving = self.root / f".{target.name}{locate.SAVING}"
+        return self._save(locate.step_directory(self.root, step), step, chunks, rank_state or {}, meta or {})
+
+    def _save(
+        self,
+        target: Path,
+        step: int,
+        chunks: Iterable[AnyChunk],
+        rank_state: Mapping[str, torch.Tensor],
+        meta: Mapping[str, Any],
+    ) -> Path:
+        group, saving = self.group, self.root / f".{target.name}{locate.SAVING}"
         with contextlib.ExitStack() as stack:
             with self._together(first_only=True) as active:
                 if active:
@@ -112,12 +124,12 @@ class CheckpointWriter:
                 rank_file: manifest.RankFile | None = None
                 shapes: dict[str, tuple[int, ...]] = {}
                 with self._together():
-                    rank_file, shapes = _write_rank(saving, group.rank, chunks, rank_state or {})
+                    rank_file, shapes = _write_rank(saving, group.rank, chunks, rank_state)
                 gathered = group.gather((rank_file, shapes))
                 with self._together(first_only=True) as active:
                     if active:
                         assert gathered is not None
-                        contents = _assemble(step, dict(meta or {}), gathered)
+                        contents = _assemble(step, dict(meta), gathered)
                         self._commit(saving, target, contents)
             except CheckpointError:
                 if group.rank == 0:
@@ -126,9 +138,13 @@ class CheckpointWriter:
                 raise
             with self._together(first_only=True) as active:
                 if active:
-                    self._known.add(step)
-                    self._retain(step)
+                    self._committed(target, step)
         return target
+
+    def _committed(self, target: Path, step: int) -> None:
+        """Rank 0: what follows once the checkpoint is whole."""
+        self._known.add(step)
+        self._retain(step)
 
     @contextlib.contextmanager
     def _together(self, first_only: bool = False) -> Iterator[bool]:
@@ -137,7 +153,7 @@ class CheckpointWriter:
         try:
             yield not first_only or self.group.rank == 0
         except OSError as error:
-            failure = CheckpointError(_explain(error, self.root))
+            failure = CheckpointError(_explain(error, self.root, self.setting))
         except Exception as error:
             failure = error
         raise_together(self.group, failure)
@@ -146,15 +162,14 @@ class CheckpointWriter:
     def _claim(self, saving: Path) -> Iterator[None]:
         """Rank 0: makes the root this save's alone, clears what cut-off saves have left, opens the directory."""
         files.make_directory(self.root)
-        shared = f"{self.root}: another run is saving here as well. Give each run its own checkpoint.dir"
+        shared = f"{self.root}: another run is saving here as well. Give each run its own {self.setting}"
         with contextlib.ExitStack() as stack:
             try:
                 locked = stack.enter_context(files.exclusive(self.root / ".lock"))
             except BlockingIOError:
                 raise CheckpointError(shared) from None
-            foreign = {step for step, _ in locate.step_directories(self.root)} - self._known
-            if foreign:
-                raise CheckpointError(f"{shared} (step {max(foreign)} has appeared since this run started)")
+            if found := self._of_others():
+                raise CheckpointError(f"{shared} ({found} has appeared since this run started)")
             if locked:
                 # Whoever made them held the lock; it is ours, so they are dead.
                 self._clear_leftovers()
@@ -163,22 +178,26 @@ class CheckpointWriter:
             os.mkdir(saving)
             yield
 
+    def _of_others(self) -> str | None:
+        """A checkpoint that another run has put here meanwhile."""
+        foreign = {step for step, _ in locate.step_directories(self.root)} - self._known
+        return f"step {max(foreign)}" if foreign else None
+
     def _clear_leftovers(self) -> None:
         for path in locate.leftovers(self.root):
             _discard(path)
-        for _, path in locate.step_directories(self.root):
-            if path.name.endswith(locate.REPLACED):
-                successor = path.with_name(path.name.removesuffix(locate.REPLACED))
-                if successor.exists():
-                    self._remove(path)
-                else:
-                    os.rename(path, successor)
+        for path in locate.replaced(self.root):
+            successor = path.with_name(path.name.removesuffix(locate.REPLACED))
+            if successor.exists():
+                self._remove(path)
+            else:
+                os.rename(path, successor)
 
     def _commit(self, saving: Path, target: Path, contents: manifest.Manifest) -> None:
         """See Note [commit]."""
         for file in contents.files:
             if not (saving / file.name).exists():
-                raise CheckpointError(f"{saving / file.name}: not seen by rank 0: checkpoint.dir must be shared by all")
+                raise CheckpointError(f"{saving / file.name}: not seen by rank 0: {self.setting} must be shared by all")
         files.write_file(saving / manifest.NAME, manifest.encode(contents))
         files.sync_directory(saving)
         replaced = target.with_name(target.name + locate.REPLACED)
@@ -227,13 +246,14 @@ def _is_whole(directory: Path) -> bool:
     return True
 
 
-def _explain(error: OSError, root: Path) -> str:
+def _explain(error: OSError, root: Path, setting: str) -> str:
+    full = f"free some, keep fewer checkpoints, or choose another {setting}"
     reason = {
-        errno.ENOSPC: "no space left on the disk: free some, lower checkpoint.keep, or choose another checkpoint.dir",
-        errno.EDQUOT: "the disk quota is used up: free some, lower checkpoint.keep, or choose another checkpoint.dir",
-        errno.EACCES: "no permission to write there: choose another checkpoint.dir",
-        errno.EROFS: "the file system is read-only: choose another checkpoint.dir",
-        errno.ENOENT: "no such directory: checkpoint.dir must be on a disk that all ranks share",
+        errno.ENOSPC: f"no space left on the disk: {full}",
+        errno.EDQUOT: f"the disk quota is used up: {full}",
+        errno.EACCES: f"no permission to write there: choose another {setting}",
+        errno.EROFS: f"the file system is read-only: choose another {setting}",
+        errno.ENOENT: f"no such directory: {setting} must be on a disk that all ranks share",
     }.get(error.errno or 0, error.strerror or str(error))
     return f"{error.filename or root}: the checkpoint could not be saved: {reason}"
 
@@ -248,7 +268,7 @@ def _write_rank(
         part = ChunkData(*chunk)
         part = part._replace(global_shape=tuple(part.global_shape))
         assert shapes.setdefault(part.name, part.global_shape) == part.global_shape, part.name
-        parts.extend(_split(part))
+        parts.extend(piece for piece in split(part) if piece.box.numel)
     state = sorted(rank_state.items(), key=lambda item: (-item[1].element_size(), item[0]))
     chunk_entries = [files.Entry(p.key, torch.float32, p.box.shape, p.tensor) for p in parts]
     state_entries = [files.Entry(f"state/{key}", t.dtype, tuple(t.shape), t) for key, t in state]
@@ -286,7 +306,10 @@ def row_runs(box: Rectangle) -> Iterator[Rectangle]:
         yield Rectangle((box.offsets[0] + first, *box.offsets[1:]), (count, *box.shape[1:]))
 
 
-def _split(chunk: ChunkData) -> Iterator[ChunkData]:
+def split(chunk: ChunkData) -> Iterator[ChunkData]:
+    """The chunk in runs of rows; one without elements, which only tells a shape, as it is."""
+    if chunk.box.numel == 0:
+        yield chunk
     for box in row_runs(chunk.box):
         tensor = chunk.tensor
         if box != chunk.box:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero.ds_config import DsConfig
 from megazero.errors import DivergenceError, MegazeroError
+from megazero.foreign.checkpoint import EngineCheckpoints
+from megazero.foreign.data import EpochLoader, cast_floats, loss_of
+from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
 from megazero.foreign.optimizer import ShardOptimizer
 from megazero.foreign.rank import LocalRank
+from megazero.foreign.reports import Reports, StepNumbers
 from megazero.topology import Topology
+from megazero.zero.edits import EditWatch
+from megazero.zero.hooks import Hook
 from megazero.zero.partial import GradientNorm
 from megazero.zero.sharded import ShardedModel
 
 
-class ZeroEngine(nn.Module):
+class ZeroEngine(WeightExport, nn.Module):
     """A user's module under ZeRO. Every rank makes the same calls in the same order.
 
     ``engine(x)`` runs the module, ``engine.backward(loss)`` its backward, ``engine.step()`` updates the parameters at
@@ -35,7 +43,10 @@ class ZeroEngine(nn.Module):
         config: DsConfig,
         topology: Topology,
         local_rank: int,
+        reports: Reports,
+        inside: Sequence[RemovableHandle] = (),
     ) -> None:
+        """``inside``: hooks on modules inside units, which torch.compile would trip over."""
         super().__init__()
         self.module = module
         self.sharded, self.shard_optimizer, self.ds_config, self.topology = sharded, optimizer, config, topology
@@ -43,16 +54,22 @@ class ZeroEngine(nn.Module):
         self.global_rank, self.world_size = topology.rank, topology.layout.world_size
         self.local_rank = LocalRank(local_rank, self.device)
         self.lr_scheduler: Any = None
+        self.training_dataloader: EpochLoader | None = None
+        self.reports, self._inside = reports, inside
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.loss_scaler = LossScale(config.precision)
         self._norm = GradientNorm(sharded.trained, topology.coordinates, counts=sharded.groups.replicate.rank == 0)
-        self._last_norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._edits = EditWatch(sharded)
+        self._last_norm: torch.Tensor | None = None
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the running step, on this rank
         self._bad_step = torch.zeros((), dtype=torch.float32, device=self.device)
         self._boundary: bool | None = None
         self._accumulating_only = False
-        module.register_forward_pre_hook(self._begin_pass, prepend=True)
-        module.register_forward_hook(self._end_pass)
+        self._own_batches: Iterator[Any] | None = None
+        module.register_forward_pre_hook(Hook(self._begin_pass), prepend=True)
+        module.register_forward_hook(Hook(self._end_pass))
         sharded.gather()
+        self._checkpoints = EngineCheckpoints(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -65,7 +82,10 @@ class ZeroEngine(nn.Module):
     # The loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        if self.ds_config.precision.auto_cast:
+            args, kwargs = cast_floats((args, kwargs), self.ds_config.precision.dtype)
+        with self.reports.timed("forward"):
+            return self.module(*args, **kwargs)
 
     def _begin_pass(self, module: nn.Module, args: tuple) -> None:
         if not self.sharded.in_backward:
@@ -79,43 +99,72 @@ class ZeroEngine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Gradients of ``loss`` / accumulation steps (of ``loss`` itself where ``scale_wrt_gas`` is false), added to
         those that are there. Returns the loss divided."""
-        if self.shard_optimizer is None:
-            raise MegazeroError("backward: the model has no parameter with requires_grad, so there is nothing to train")
-        if not loss.requires_grad:
-            raise MegazeroError(
-                "backward: the loss needs no gradient: it was computed under no_grad, or from no trained parameter"
-            )
+        self._check_backward(loss)
         if scale_wrt_gas:
             loss = loss / self.ds_config.gradient_accumulation_steps
         if self.is_gradient_accumulation_boundary() and not self._accumulating_only:
             self.sharded.reduce_in_next_backward()
         uses = self.sharded.uses.copy()
-        self.sharded.begin_backward()
-        try:
-            (loss * self.loss_scaler.value).backward(retain_graph=retain_graph)
-            self.sharded.finish_backward()
-        finally:
-            self.sharded.in_backward = False
+        with self.reports.timed("backward"):
+            self.sharded.begin_backward()
+            try:
+                (loss * self.loss_scaler.value).backward(retain_graph=retain_graph)
+                self.sharded.finish_backward()
+            finally:
+                self.sharded.in_backward = False
         if retain_graph:
             self.sharded.uses.update({unit: count - self.sharded.uses[unit] for unit, count in uses.items()})
-        return loss.detach()
+        loss = loss.detach()
+        self._loss += loss.double().sum()
+        return loss
+
+    def _check_backward(self, loss: torch.Tensor) -> None:
+        if self.shard_optimizer is None:
+            raise MegazeroError("backward: the model has no parameter with requires_grad, so there is nothing to train")
+        if not isinstance(loss, torch.Tensor):
+            raise MegazeroError(f"backward: takes the loss as a tensor, not as a {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise MegazeroError(
+                f"backward: takes a loss of one element, not one of shape {tuple(loss.shape)}; take its mean, say"
+            )
+        if not loss.requires_grad:
+            raise MegazeroError(
+                "backward: the loss needs no gradient: it was computed under no_grad, or from no trained parameter"
+            )
+        self._check_no_stray_gradients()
+
+    def _check_no_stray_gradients(self) -> None:
+        for name, parameter in self.sharded.named_parameters():
+            if parameter.grad is not None:
+                raise MegazeroError(
+                    f"{name} has a gradient that engine.backward has not made, and that no step would use; call "
+                    "engine.backward(loss) instead of loss.backward()"
+                )
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At an accumulation boundary: update the parameters and the learning rate. Else only count the micro-step."""
         boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        if not boundary:
-            return
-        if self.shard_optimizer is None or not any(block.has_grad for block in self.sharded.trained):
-            raise MegazeroError("step: no backward has been run since the last step; call engine.backward(loss) first")
-        self._update(lr_kwargs or {})
+        with self.reports.timed("step"):
+            if boundary:
+                self._check_no_stray_gradients()
+                if self.shard_optimizer is None or not any(block.has_grad for block in self.sharded.trained):
+                    raise MegazeroError(
+                        "step: no backward has been run since the last step; call engine.backward(loss) first"
+                    )
+                self._update(lr_kwargs or {})
+            self.micro_steps += 1
+        if boundary:
+            self._report()
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.sharded.finish_gradients()
-        squared = self._norm.squared()
-        world = self.topology.world
+        self._edits.take()
+        sums = torch.stack((self._norm.squared(), self._loss))
+        world, alarm = self.topology.world, self._checkpoints.alarm()
         if world.size > 1:
-            world.all_reduce([squared]).wait()
+            world.all_reduce([sums, *alarm]).wait()
+        self._checkpoints.heard(alarm)
+        squared, self._loss = sums[0], sums[1] / world.size
         scale = self.sharded.groups.whole.size * self.loss_scaler.value
         norm = squared.sqrt() / scale
         bad = (~torch.isfinite(squared)).float()
@@ -127,19 +176,25 @@ class ZeroEngine(nn.Module):
             self._bad_step.zero_()
         if self.loss_scaler.half and not self.loss_scaler.update(overflow):
             self._bad_step.fill_(self.global_steps + 1)
-        self.global_steps += 1
-        self.global_samples += self.ds_config.train_batch_size
         skip = torch.maximum(bad, (self._bad_step > 0).float())
+        lr = self.get_lr()[0]
         self.shard_optimizer.step(torch.where(skip > 0, 1.0, factor), skip)
+        self._edits.note()
         self.sharded.uses.clear()
         self._last_norm = norm
-        interval = self.ds_config.steps_per_print
-        if not self.shard_optimizer.skips_on_device or (interval and self.global_steps % interval == 0):
-            self.raise_if_diverged()
+        self.global_steps += 1
+        self.global_samples += self.ds_config.train_batch_size
         if overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
+        self._numbers = StepNumbers(self._loss, norm, lr, self.loss_scaler.value, self.global_samples)
+
+    def _report(self) -> None:
+        looks = self.reports.step(self.global_steps, self._numbers)
+        self._loss = torch.zeros_like(self._loss)
+        if looks or not self.shard_optimizer.skips_on_device:
+            self.raise_if_diverged()
 
     def raise_if_diverged(self) -> None:
         """DivergenceError where a gradient was not finite in a step since; weights are those before it."""
@@ -174,50 +229,128 @@ class ZeroEngine(nn.Module):
         finally:
             self._accumulating_only = before
 
-    def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
-        """One optimizer step on the next micro-batches of ``data_iter``; their mean loss, on the device.
-
-        A batch is a tuple or list of arguments, a dict of keyword arguments, or the one argument; the module returns
-        the loss, or an object or dict with it under ``loss``, or a tuple that begins with it.
-        """
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One optimizer step on the next micro-batches of ``data_iter``, or of the dataloader of ``training_data``,
+        epoch after epoch; their mean loss, on the device. Batches and losses: see ``data.loss_of``."""
         losses = []
         for _ in range(self.ds_config.gradient_accumulation_steps):
-            loss = self._loss_of(next(data_iter))
-            losses.append(self.backward(loss))
+            losses.append(self.backward(loss_of(self, self._next_batch(data_iter), self.device)))
             self.step()
         return torch.stack(losses).sum()
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
-        """The mean loss of the next accumulation steps' micro-batches, without gradients."""
-        count = self.ds_config.gradient_accumulation_steps
-        return torch.stack([self._loss_of(next(data_iter)).detach() for _ in range(count)]).mean()
+        """The mean loss of the next accumulation steps' micro-batches, without gradients, in evaluation mode."""
+        training = self.training
+        self.eval()
+        try:
+            count = self.ds_config.gradient_accumulation_steps
+            return torch.stack([loss_of(self, next(data_iter), self.device).detach() for _ in range(count)]).mean()
+        finally:
+            self.train(training)
 
-    def _loss_of(self, batch: Any) -> torch.Tensor:
-        batch = _to(batch, self.device)
-        if isinstance(batch, Mapping):
-            output = self(**batch)
-        else:
-            output = self(*batch) if isinstance(batch, Sequence) else self(batch)
-        if isinstance(output, Mapping):
-            output = output["loss"]
-        elif hasattr(output, "loss"):
-            output = output.loss
-        loss = output[0] if isinstance(output, Sequence) else output
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise MegazeroError(
-                "train_batch: the module must return a loss of one element, alone or as `loss` or first"
-            )
-        return loss
+    def _next_batch(self, data_iter: Iterator[Any] | None) -> Any:
+        if data_iter is not None:
+            return next(data_iter)
+        if self.training_dataloader is None:
+            raise MegazeroError("train_batch: give an iterator over batches, or training_data to initialize")
+        if self._own_batches is None:
+            self._own_batches = iter(self.training_dataloader)
+        try:
+            return next(self._own_batches)
+        except StopIteration:
+            self._own_batches = iter(self.training_dataloader)
+            return next(self._own_batches)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training goes on from under ``save_dir``/``tag``; called by every rank. Returns True.
+
+        Args:
+            tag: global_step{N} unless given; a checkpoint of that name is there until the new one is whole.
+            client_state: JSON values that ``load_checkpoint`` gives back; rank 0's.
+            save_latest: whether ``save_dir``/latest is to name this one.
+            exclude_frozen_parameters: leave out what has requires_grad False.
+
+        With checkpoint.async_save the state is copied and written while training goes on; an error in that is raised
+        after a later step, or by the next of ``save_checkpoint``, ``load_checkpoint`` and ``wait_for_checkpoint``.
+        Raises CheckpointError on every rank; what was saved before is untouched.
+        """
+        self._adopt_edits()
+        self._checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last checkpoint is whole on the disk; raise the CheckpointError of one that failed."""
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """(the checkpoint's directory, its client_state); (None, {}) where ``load_dir`` holds none. By every rank.
+
+        Args:
+            tag: the one that ``load_dir``/latest names, unless given; else the newest that is whole.
+            load_module_strict: false: parameters that only one side has are left as they are.
+            load_optimizer_states: false: the optimizer goes on as it is.
+            load_lr_scheduler_states: false: so does the schedule.
+            load_module_only: weights and buffers, and nothing else.
+
+        A checkpoint of any number of ranks and any stage. Raises CheckpointError on every rank before anything is
+        changed: where it is damaged, of another model, or of another optimizer.
+        """
+        found = self._checkpoints.load(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        self._edits.note()
+        self._bad_step.zero_()
+        self._loss = torch.zeros_like(self._loss)
+        return found
+
+    def _adopt_edits(self) -> None:
+        self._edits.take()
+        self._edits.note()
 
     # What it is set to, and how far it is
 
-    def get_global_grad_norm(self) -> float:
-        """The norm of the last step's gradient over all ranks, before clipping."""
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradient over all ranks, before clipping; None before the first step.
+
+        Raises DivergenceError where a gradient was not finite, which in float16 with a dynamic loss scale is no error.
+        """
+        if self._last_norm is None:
+            return None
+        self.raise_if_diverged()
         return float(self._last_norm)
 
     def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
+        """Of each parameter group, as the next step uses it."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        """For every parameter group; a scheduler sets its own at the next step."""
+        for group in self._groups():
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -231,8 +364,10 @@ class ZeroEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has used."""
-        for block in self.sharded.trained:
-            block.drop_grad()
+        self.sharded.forget_gradients()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._loss = torch.zeros_like(self._loss)
 
     def train_batch_size(self) -> int:
         return self.ds_config.train_batch_size
@@ -260,6 +395,8 @@ class ZeroEngine(nn.Module):
 
     def compile(self, **options: Any) -> None:
         """torch.compile the forward of every unit's modules; hooks stay outside."""
+        for handle in self._inside:
+            handle.remove()
         done: set[nn.Module] = set()
         for unit in self.sharded.units:
             for module in unit.plan.modules:
@@ -267,11 +404,21 @@ class ZeroEngine(nn.Module):
                     module.forward = torch.compile(module.forward, **options)
                     done.add(module)
 
+    def destroy(self) -> None:
+        """Wait for a checkpoint under way, write out the metrics that are left. The process group stays, for who made
+        it."""
+        self._checkpoints.wait()
+        self.reports.close()
 
-def _to(batch: Any, device: torch.device) -> Any:
-    move: Callable[[Any], Any] = lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    if isinstance(batch, Mapping):
-        return {name: _to(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_to(value, device) for value in batch]
-    return move(batch)
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
+        """What ``to``, ``half`` and the like come to. Parameters stay in their buffers, so nothing may change."""
+        for dtype in {block.flat.dtype for block in self.sharded.blocks}:
+            probe = torch.empty(1, dtype=dtype, device=self.device)
+            moved = fn(probe)
+            if moved.dtype != probe.dtype or moved.device != probe.device:
+                raise MegazeroError(
+                    f"the engine keeps its parameters in {probe.dtype} on {probe.device}; it cannot move them to "
+                    f"{moved.dtype} on {moved.device}. Set the dtype in the config, with bf16 or fp16, and the device "
+                    "by the launcher"
+                )
+        return self

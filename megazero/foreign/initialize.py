@@ -10,20 +10,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
-from megazero.ds_config import DsConfig, is_elementwise, make_optimizer, make_scheduler, read_ds_config
+from megazero.ds_config import DsConfig, read_ds_config
 from megazero.engine import device_of, start_process_group
 from megazero.errors import ConfigError
+from megazero.foreign.choice import choose_optimizer, choose_scheduler, group_names, parameter_groups
+from megazero.foreign.comms_log import CommsLog
+from megazero.foreign.data import make_loader
 from megazero.foreign.engine import ZeroEngine
-from megazero.foreign.optimizer import ShardOptimizer, group_names, parts_of
+from megazero.foreign.optimizer import ShardOptimizer, parts_of
+from megazero.foreign.reports import Reports
 from megazero.foreign.units import foreign_units
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.layout import Layout
 from megazero.topology import Topology
-from megazero.zero.guard import ShardedParameter
-from megazero.zero.hooks import install_hooks
+from megazero.zero.guard import Guard
+from megazero.zero.homes import home_of, settle_model
+from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
 from megazero.zero.sharded import DataParallel, ShardedModel, ZeroSettings, data_parallel
+from megazero.zero.slices import Slice
 
 TIMEOUT = 1800
 """Seconds that a collective waits for a rank."""
@@ -60,27 +66,40 @@ def initialize(
         raise ConfigError.single("model", f"is a {type(model).__name__}; give the torch.nn.Module to train")
     environment = _environment()
     if topology is None:
-        device = device_of(environment)
-        start_process_group(environment, device, TIMEOUT)
-        topology = Topology(Layout(dp=environment.world_size), environment.rank, device)
+        topology = start_topology()
     ds = read_ds_config(_config_source(args, config, config_params), topology.layout.dp)
     if ds.seed is not None:
         torch.manual_seed(ds.seed)
-    groups = _parameter_groups(model, optimizer, model_parameters)
-    chosen, messages = _optimizer(ds, optimizer, groups)
-    sharded = shard(model, ds, topology, group_names(model, groups))
+    groups = parameter_groups(model, optimizer, model_parameters)
+    chosen, messages = choose_optimizer(ds, optimizer, groups)
+    loader = make_loader(training_data, ds, topology, collate_fn)
+    reports = Reports(ds, topology)
+    messages += _said(model, ds)
+    sharded = shard(model, ds, topology, group_names(model, groups), reports.comms)
     install_hooks(sharded)
+    inside = watch_inside(sharded)
+    if ds.zero.contiguous_gradients:
+        move_gradients_at_once(sharded)
     shards = None
     if sharded.trained:
         parts = parts_of(sharded, len(groups))
         shards = ShardOptimizer(sharded, chosen(parts), parts)
-    engine = ZeroEngine(model, sharded, shards, ds, topology, environment.local_rank)
-    engine.lr_scheduler = _scheduler(ds, lr_scheduler, engine.optimizer)
-    loader = _dataloader(ds, training_data, topology, collate_fn)
-    if topology.rank == 0:
-        for message in (*messages, *_said(ds)):
-            print(f"megazero: {message}", flush=True)
+    engine = ZeroEngine(model, sharded, shards, ds, topology, environment.local_rank, reports, inside)
+    settle_model(sharded, engine)
+    engine.lr_scheduler, more = choose_scheduler(ds, lr_scheduler, engine.optimizer)
+    engine.training_dataloader = loader
+    for message in (*messages, *more):
+        reports.say(message)
+    reports.start()
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def start_topology() -> Topology:
+    """All processes as data-parallel ones, in a process group that is started where there is none."""
+    environment = _environment()
+    device = device_of(environment)
+    start_process_group(environment, device, TIMEOUT)
+    return Topology(Layout(dp=environment.world_size), environment.rank, device)
 
 
 def _environment() -> ProcessEnvironment:
@@ -102,87 +121,14 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Any) -> list[dict[str, Any]]:
-    """Groups of the parameters to train. Marks what is in none as frozen."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        groups = optimizer.param_groups
-    else:
-        given = list(model.parameters() if model_parameters is None else model_parameters)
-        if given and isinstance(given[0], dict):
-            groups = [{**group, "params": list(group["params"])} for group in given]
-        elif given and isinstance(given[0], tuple):  # named_parameters()
-            groups = [{"params": [parameter for _, parameter in given]}]
-        else:
-            groups = [{"params": given}]
-    for group in groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
-    trained = {parameter for group in groups for parameter in group["params"]}
-    left = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in trained
-    ]
-    if left:
-        raise ConfigError.single(
-            "optimizer" if isinstance(optimizer, torch.optim.Optimizer) else "model_parameters",
-            f"{len(left)} parameters require a gradient and are in no group, {left[0]} first; add them, or set their "
-            "requires_grad to False",
-        )
-    return groups
-
-
-def _optimizer(
-    ds: DsConfig, optimizer: Any, groups: list[dict[str, Any]]
-) -> tuple[Callable[[list], torch.optim.Optimizer], list[str]]:
-    """(what makes the optimizer from each group's parts, what to tell the user)"""
-    stage = ds.zero.stage
-
-    def filled(parts: list) -> list[dict[str, Any]]:
-        return [{**group, "params": [part.parameter for part in own]} for group, own in zip(groups, parts, strict=True)]
-
-    def refuse(name: str) -> None:
-        raise ConfigError.single(
-            "zero_optimization.stage",
-            f"{stage} gives the optimizer slices of tensors, and {name} needs whole ones or is not known not to; use "
-            "stage 0, or Adam, AdamW, SGD, Lion, Adagrad or another element-wise one",
-        )
-
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if stage and not is_elementwise(optimizer):
-            refuse(type(optimizer).__name__)
-        for group in optimizer.param_groups:
-            _prefer_fused(type(optimizer), group)
-        return lambda parts: optimizer, []
-    if callable(optimizer):
-
-        def made(parts: list) -> torch.optim.Optimizer:
-            result = optimizer(filled(parts))
-            if stage and not is_elementwise(result):
-                refuse(type(result).__name__)
-            return result
-
-        return made, []
-    if ds.optimizer is not None:
-        if stage and ds.optimizer.whole_tensors:
-            refuse(ds.optimizer.type)
-        return lambda parts: _fused(make_optimizer(ds.optimizer, filled(parts))), []
-    said = "no optimizer is given, here or in the config: AdamW with lr 1e-3 and torch's other defaults"
-    return lambda parts: torch.optim.AdamW(filled(parts), fused=True), [said]
-
-
-def _prefer_fused(kind: type, group: dict[str, Any]) -> None:
-    if kind in (torch.optim.Adam, torch.optim.AdamW) and group.get("fused") is None and not group.get("foreach"):
-        group["fused"] = not group.get("differentiable", False)
-
-
-def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    for group in optimizer.param_groups:
-        _prefer_fused(type(optimizer), group)
-    return optimizer
-
-
-def shard(model: nn.Module, ds: DsConfig, topology: Topology, groups: Mapping[str, str]) -> ShardedModel:
-    """The model's parameters in blocks on this process's device, with rank 0's values."""
+def shard(
+    model: nn.Module, ds: DsConfig, topology: Topology, groups: Mapping[str, str], log: CommsLog | None = None
+) -> ShardedModel:
+    """The model's parameters in blocks on this process's device, with rank 0's values. ``log``: of collectives."""
     zero, precision, device = ds.zero, ds.precision, topology.device
-    dp = data_parallel(topology, max(0, zero.mics_shard_size), zero.zero_hpz_partition_size, TIMEOUT)
+    dp = data_parallel(topology, max(0, zero.mics_shard_size), zero.zero_hpz_partition_size, _timeout(device))
+    if log is not None:
+        dp = log.wrap_all(dp, topology)
     _move_buffers(model, device, dp)
     dtypes = {
         name: precision.dtype if parameter.is_floating_point() else parameter.dtype
@@ -190,11 +136,22 @@ def shard(model: nn.Module, ds: DsConfig, topology: Topology, groups: Mapping[st
     }
     half = any(dtype.itemsize < 4 for dtype in dtypes.values())
 
-    def value_of(name: str, parameter: nn.Parameter) -> torch.Tensor:
-        value = parameter.detach().to(device, copy=True)
-        if dp.whole.size > 1 and value.numel():
-            dp.whole.broadcast(value)
-        return value
+    def source_of(name: str, parameter: nn.Parameter) -> Callable[[], torch.Tensor]:
+        home = home_of(parameter)
+        if isinstance(home, Slice):
+            home.leave(parameter)
+            return home.take
+        if parameter.is_meta:
+            raise ConfigError.single("model", f"{name} is on the meta device, without values; load the weights first")
+        value = parameter.detach()
+
+        def first_rank_s() -> torch.Tensor:
+            moved = value.to(device, copy=True).contiguous()
+            if dp.whole.size > 1 and moved.numel():
+                dp.whole.broadcast(moved)
+            return moved
+
+        return first_rank_s
 
     return ShardedModel(
         model,
@@ -213,57 +170,54 @@ def shard(model: nn.Module, ds: DsConfig, topology: Topology, groups: Mapping[st
         grad_dtype=precision.grad_dtype if half else torch.float32,
         device=device,
         group_of=lambda name, spec: groups.get(name, "frozen"),
-        value_of=value_of,
-        guard=ShardedParameter,
+        source_of=source_of,
+        guard=Guard(),
     )
+
+
+def _timeout(device: torch.device) -> float:
+    """Seconds that a collective of the default process group waits, whoever has made it."""
+    if not dist.is_initialized():
+        return TIMEOUT
+    return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dp: DataParallel) -> None:
-    """Buffers keep their dtype: a rotary frequency in 16 bits would be another one."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            value = buffer.to(device)
-            if dp.whole.size > 1 and value.numel():
-                value = value.contiguous()
-                dp.whole.broadcast(value)
-            setattr(module, name, value)
+    """Buffers keep their dtype: a rotary frequency in 16 bits would be another one. Shared ones stay shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ConfigError.single(
+                    "model", f"the buffer {name}.{own} is on the meta device, without values; load or compute it first"
+                )
+            if buffer not in moved:
+                value = moved[buffer] = buffer.to(device).contiguous()
+                if dp.whole.size > 1 and value.numel():
+                    dp.whole.broadcast(value)
+            setattr(module, own, moved[buffer])
 
 
-def _scheduler(ds: DsConfig, given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    if given is not None:
-        is_object = hasattr(given, "step") and not isinstance(given, type)
-        return given if is_object else given(optimizer)
-    if ds.scheduler is None or optimizer is None:
-        return None
-    return make_scheduler(ds.scheduler, optimizer)
-
-
-def _dataloader(ds: DsConfig, data: Any, topology: Topology, collate_fn: Callable | None) -> DataLoader | None:
-    if data is None:
-        return None
-    if not hasattr(data, "__getitem__"):
-        raise ConfigError.single("training_data", "must be a dataset with __len__ and __getitem__")
-    rank, size = topology.coordinates["dp"], topology.layout.dp
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank, seed=ds.seed or 0)
-    return DataLoader(
-        data,
-        batch_size=ds.train_micro_batch_size_per_gpu,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=ds.dataloader_drop_last,
-        pin_memory=topology.device.type == "cuda",
-    )
-
-
-def _said(ds: DsConfig) -> list[str]:
+def _said(model: nn.Module, ds: DsConfig) -> list[str]:
     """What of the config the user should know about."""
-    dtype = str(ds.precision.dtype).removeprefix("torch.")
+    dtype = ds.precision.dtype
+    clip = f"gradients clipped to a norm of {ds.gradient_clipping:g}" if ds.gradient_clipping else "no clipping"
     lines = [
-        f"ZeRO stage {ds.zero.stage}, {dtype}, micro-batch {ds.train_micro_batch_size_per_gpu} x "
-        f"{ds.gradient_accumulation_steps} accumulation steps, {ds.train_batch_size} samples per step"
+        f"ZeRO stage {ds.zero.stage}, {_short(dtype)}, micro-batch {ds.train_micro_batch_size_per_gpu} x "
+        f"{ds.gradient_accumulation_steps} accumulation steps, {ds.train_batch_size} samples per step, {clip}"
     ]
+    others = {_short(p.dtype) for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
+    if others and dtype == torch.float32:
+        lines.append(
+            f"the model's {' and '.join(sorted(others))} parameters become float32, as the config enables neither bf16 "
+            "nor fp16"
+        )
     if ds.deferred:
         lines.append(f"left to the defaults: {', '.join(ds.deferred)}")
     if ds.not_needed:
         lines.append(f"not needed here, and without effect: {', '.join(ds.not_needed)}")
     return lines
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

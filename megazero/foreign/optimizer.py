@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.errors import ConfigError
+from megazero.errors import MegazeroError
 from megazero.zero.block import Block
 from megazero.zero.sharded import ShardedModel
 
@@ -43,7 +43,8 @@ def parts_of(sharded: ShardedModel, groups: int) -> list[list[Part]]:
                     else None
                 )
                 if group is not None:
-                    found[group].append(Part(block, entry.start, entry.end, entry.spec.local_shape))
+                    # A scalar in one dim, so that its state is told from the scalars that an optimizer keeps.
+                    found[group].append(Part(block, entry.start, entry.end, entry.spec.local_shape or (1,)))
             continue
         for name, (start, end) in block.layout.group_ranges(*block.owned).items():
             found[int(name)].append(Part(block, start, end, (end - start,)))
@@ -63,6 +64,8 @@ class ShardOptimizer:
         for group, own in zip(optimizer.param_groups, parts, strict=True):
             group["params"] = [part.parameter for part in own]
         optimizer.state.clear()
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._check_caller)
         self.skips_on_device = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
             group.get("fused") for group in optimizer.param_groups
         )
@@ -75,18 +78,26 @@ class ShardOptimizer:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         for part, gradient in zip(self.all, gradients, strict=True):
             part.parameter.grad = gradient
-        if self.skips_on_device:
-            self.optimizer.found_inf = skip
-            self.optimizer.grad_scale = None
-            self.optimizer.step()
-        elif not bool(skip):
-            self.optimizer.step()
+        self._stepping = True
+        try:
+            if self.skips_on_device:
+                self.optimizer.found_inf = skip
+                self.optimizer.grad_scale = None
+                self.optimizer.step()
+            elif not bool(skip):
+                self.optimizer.step()
+        finally:
+            self._stepping = False
         for part in self.all:
             part.parameter.grad = None
         for bucket in self.sharded.update_buckets:
             for index in bucket:
                 self.sharded.blocks[index].updated()
             self.sharded.gather_bucket(bucket)
+
+    def _check_caller(self, *_: Any) -> None:
+        if not self._stepping:
+            raise MegazeroError("optimizer.step() would change nothing here; call engine.step() instead")
 
     def tensors(self) -> dict[Block, dict[str, torch.Tensor]]:
         """Element-wise state of each block's owned range, by the optimizer's name for it; zero where none is yet."""
@@ -130,22 +141,3 @@ class ShardOptimizer:
             for name, value in tensors.get(part.block, {}).items():
                 own = value[part.range].view(part.shape).to(part.parameter)
                 state[name] = own.clone()
-
-
-def group_names(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Parameter's name → the index of its optimizer group, spelled out; the rest of what is trained: the first group.
-
-    Raises ConfigError where a group holds a parameter that is not the model's.
-    """
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, str] = {}
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            if parameter not in name_of:
-                raise ConfigError.single(
-                    "model_parameters",
-                    f"group {index} holds a tensor of shape {tuple(parameter.shape)} that is no "
-                    "parameter of the model; pass model.parameters() of the model given as model=",
-                )
-            found[name_of[parameter]] = str(index)
-    return found

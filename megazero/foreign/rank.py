@@ -23,6 +23,28 @@ class LocalRank(str):
 
     __int__ = __index__
 
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def __add__(self, other: int) -> int:
+        return self.number + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> int:
+        return self.number - other
+
+    def __mul__(self, other: int) -> int:
+        return self.number * other
+
+    __rmul__ = __mul__
+
+    def __mod__(self, other: int) -> int:
+        return self.number % other
+
+    def __floordiv__(self, other: int) -> int:
+        return self.number // other
+
     def __eq__(self, other: object) -> bool:
         return self.number == other.number if isinstance(other, LocalRank) else self.number == other
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from megazero.comm import Work
+from megazero.errors import MegazeroError
 from megazero.sharding import Piece, Rectangle
 from megazero.zero.flat import FlatLayout
+from megazero.zero.guard import Guard, placeholder, set_class
 
 Reader = Callable[[str, tuple[int, ...], Rectangle], torch.Tensor]
 """(global name, global shape, box) → float32 values of the box."""
@@ -50,12 +52,14 @@ class Block:
     Where parameters are cut, ``flat`` keeps its place as a tensor and loses its storage between uses, so that what
     autograd saved of it in forward (views of weights among it) is whole again when backward has gathered it anew.
     Storage is taken and given back on the compute stream, and a collective waits for that stream when it is issued,
-    so memory is never written while a kernel still reads what was there before.
+    so memory is never written while a kernel still reads what was there before. A guarded parameter is a placeholder
+    of its shape meanwhile: what finds a way around the guard reads nan, not memory that is not there.
 
     ``owned``: the [start, end) range this rank updates and keeps float32 state for: its slice, or everything
     where the optimizer state is not sharded. ``shard``: its slice, in either case. ``trainable``: its parameters have
     gradients and optimizer state. ``optimizer_state``: what the optimizer keeps of the owned range, by name. ``guard``:
-    the class of its parameters while they are not whole.
+    the classes of its parameters while they are not whole. ``holders``: how many GatheredParameters keep it whole;
+    ``lent``: it is whole for their sake alone.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Block:
         grad_dtype: torch.dtype,
         device: torch.device,
         trainable: bool = True,
-        guard: type[nn.Parameter] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.layout, self.sharding = layout, sharding
         self.shard = layout.shard(rank)
@@ -83,12 +87,22 @@ class Block:
         self.master = torch.zeros_like(owned, dtype=torch.float32) if keeps_master else self.values
         self.optimizer_state: dict[str, torch.Tensor] = {}
         self.grad: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
+        self._written: set[int] = set()  # parameters whose gradient is in the buffer
         self._kept: torch.Tensor | None = None  # of the owned range, reduced
+        self._incoming: torch.Tensor | None = None  # the same, of a reduction under way
         self.parameters = [parameters[entry.name] for entry in layout.entries]
-        for parameter, entry in zip(self.parameters, layout.entries, strict=True):
-            parameter.data = self._view(self.flat, entry.start, entry.spec.local_shape)
-        self._guard = guard if sharding.parameters else None
+        self.views = self._views_of(self.flat)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view
+        self._guard: type[nn.Parameter] | None = None
+        self._placeholders: list[torch.Tensor] = []
+        if guard is not None:
+            self._guard = guard.cut if sharding.parameters else guard.late
+            if sharding.parameters:
+                self._placeholders = [placeholder(view) for view in self.views]
         self._gather: Work | None = None
+        self.holders, self.lent = 0, False
         self.state = State.SHARDED
         if sharding.parameters:
             self._drop_storage()
@@ -97,17 +111,21 @@ class Block:
     def _view(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
         return flat[start : start + torch.Size(shape).numel()].view(shape)
 
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [self._view(flat, entry.start, entry.spec.local_shape) for entry in self.layout.entries]
+
     def _drop_storage(self) -> None:
         self.flat.untyped_storage().resize_(0)
-        self._set_class(nn.Parameter, self._guard)
+        self._install(self._placeholders)
+        set_class(self.parameters, nn.Parameter, self._guard)
 
-    def _set_class(self, before: type | None, after: type | None) -> None:
-        """See zero.guard. Parameters of a class of their own are left as they are."""
-        if before is None or after is None:
-            return
-        for parameter in self.parameters:
-            if type(parameter) is before:
-                parameter.__class__ = after
+    def _install(self, values: Sequence[torch.Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=False):  # none where nothing is guarded
+            parameter.data = value
+
+    def install(self) -> None:
+        """Where the user has put other tensors in place of the gathered parameters, these again."""
+        self._install(self.views)
 
     def gather_into(self) -> torch.Tensor:
         """The buffer for an all-gather of ``values``, with storage."""
@@ -121,6 +139,16 @@ class Block:
         assert self.state is State.SHARDED, (self.layout.name, self.state)
         self._gather = work
         self.state = State.GATHERING
+        if not self.sharding.parameters:
+            set_class(self.parameters, nn.Parameter, self._guard)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state is State.GATHERED
+
+    def index_of(self, parameter: nn.Parameter) -> int:
+        """Its place among the block's parameters."""
+        return next(i for i, own in enumerate(self.parameters) if own is parameter)
 
     def use(self) -> None:
         """Order what follows after the all-gather; a use of parameters nobody asked for is our bug."""
@@ -131,60 +159,114 @@ class Block:
             self._gather.wait()
             self._gather = None
         self.state = State.GATHERED
-        self._set_class(self._guard, nn.Parameter)
+        set_class(self.parameters, self._guard, nn.Parameter)
+        if self._placeholders:
+            self._install(self.views)
 
     def release(self) -> None:
         """Give the gathered parameters' memory back; see [Note: parameters that come and go]."""
         assert self.sharding.parameters, self.layout.name
         if self.state is State.SHARDED:
             return
+        if self.holders:
+            raise MegazeroError(
+                f"the parameters of {self.layout.name} were to change inside `with GatheredParameters(...):`; call "
+                "engine.step and engine.load_checkpoint after it"
+            )
         self.use()
         self._drop_storage()
         self.state = State.SHARDED
 
-    def updated(self) -> None:
-        """The owned float32 values changed: write them in the parameters' dtype; other slices are now stale."""
+    def move_out(self) -> None:
+        """As ``release``, but tensors that the user made of the parameters (``.data``, slices) stay what they are: they
+        keep the old storage for themselves."""
+        assert self._placeholders or not self.parameters
+        self.use()
+        self._install(self._placeholders)
+        set_class(self.parameters, nn.Parameter, self._guard)
+        numel, dtype, device = self.flat.numel(), self.flat.dtype, self.flat.device
+        del self.views, self.flat
+        with torch.inference_mode(False):  # what is made here is used in training as well
+            self.flat = torch.empty(numel, dtype=dtype, device=device)
+            self.views = self._views_of(self.flat)
+        self.flat.untyped_storage().resize_(0)
+        self.state = State.SHARDED
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """The gathered values were changed, alike on every rank: they are the model's from here on. A master that a
+        value is still the rounded form of stays."""
+        changed = self.flat[slice(*self.owned)]
+        if self.master is self.values:
+            self.values.copy_(changed)
+            return
+        same = self.master.to(changed.dtype) == changed
+        self.master.copy_(torch.where(same, self.master, changed.float()))
+        self.values.copy_(changed)
+
+    def updated(self, copied: bool = False) -> None:
+        """The owned float32 values changed: write them in the parameters' dtype (unless that is ``copied`` already);
+        other slices are now stale."""
         if self.sharding.parameters:
             self.release()
         else:
             self.use()
-        if self.master is not self.values:
+        if self.master is not self.values and not copied:
             self.values.copy_(self.master)
         self.drop_grad()
         self.state = State.SHARDED
 
     def accumulate(self) -> None:
-        """Move the gradients autograd left on the parameters into the flat buffer, adding to what is there.
+        """The running backward has made all the gradients it makes of these parameters: move those that are still on
+        the parameters into the flat buffer, and let the rest of it be zero.
 
         [Note: lifetime of gradient buffers]
         The buffer is taken when backward first reaches the block and dropped by the update, or, where gradients are
         cut, when its reduction is done; collectives on it have been waited for on the compute stream by then, so the
         allocator may hand it out again.
         """
-        grads = [p.grad for p in self.parameters]
-        first = self.grad is None
-        if first:
-            self.grad = torch.empty(self.layout.numel, dtype=self.grad_dtype, device=self.flat.device)
-            torch._foreach_zero_([self.grad[a:b] for a, b in self.layout.gaps()] or [self.grad[:0]])
-        views = [self._view(self.grad, e.start, e.spec.local_shape) for e in self.layout.entries]
-        if first and (unused := [v for v, g in zip(views, grads, strict=True) if g is None]):
+        self.move([i for i, parameter in enumerate(self.parameters) if parameter.grad is not None])
+        unused = [view for i, view in enumerate(self._grad_views) if i not in self._written]
+        if unused:
             torch._foreach_zero_(unused)
-        used = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
-        if used:
-            operation = torch._foreach_copy_ if first else torch._foreach_add_
-            operation([v for v, _ in used], [g for _, g in used])
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._written.update(range(len(self.parameters)))
+
+    def move(self, indices: Sequence[int]) -> None:
+        """Move the gradients of some parameters into the flat buffer, adding to what is there."""
+        if self.grad is None:
+            self.grad = torch.empty(self.layout.numel, dtype=self.grad_dtype, device=self.flat.device)
+            self._grad_views, self._written = self._views_of(self.grad), set()
+            torch._foreach_zero_([self.grad[a:b] for a, b in self.layout.gaps()] or [self.grad[:0]])
+        for operation, chosen in (
+            (torch._foreach_copy_, [i for i in indices if i not in self._written]),
+            (torch._foreach_add_, [i for i in indices if i in self._written]),
+        ):
+            if chosen:
+                operation([self._grad_views[i] for i in chosen], [_dense(self.parameters[i].grad) for i in chosen])
+        self._written.update(indices)
+        for i in indices:
+            self.parameters[i].grad = None
+
+    def reduce_into(self) -> torch.Tensor:
+        """Where a reduce-scatter of the buffer puts this rank's slice: elsewhere, if the rest is to be dropped."""
+        assert self.grad is not None, self.layout.name
+        if not self.sharding.gradients:
+            return self.grad[slice(*self.shard)]
+        self._incoming = torch.empty(self.shard[1] - self.shard[0], dtype=self.grad.dtype, device=self.grad.device)
+        return self._incoming
 
     def keep_owned(self) -> None:
         """The buffer was reduced: add the owned range of it to those of earlier reductions, and drop the rest."""
         assert self.grad is not None, self.layout.name
-        part = self.grad[slice(*self.owned)]
+        part, self._incoming = self._incoming, None
+        if part is None:
+            part = self.grad[slice(*self.owned)]
+            part = part.clone() if part.numel() < self.grad.numel() else part
         if self._kept is None:
-            self._kept = part.clone() if part.numel() < self.grad.numel() else part
+            self._kept = part
         else:
             self._kept += part
-        self.grad = None
+        self.grad, self._grad_views = None, []
 
     @property
     def has_grad(self) -> bool:
@@ -199,18 +281,35 @@ class Block:
         assert self.grad is not None, self.layout.name
         return self.grad[slice(*self.owned)]
 
+    def gradient_share(self, start: int, end: int, reduced: bool) -> torch.Tensor:
+        """This rank's summand of the gradient of [start, end), float32: over all ranks they add up to the whole.
+
+        ``reduced``: whether ``grad`` holds the sum in this rank's slice.
+        """
+        share = torch.zeros(end - start, dtype=torch.float32, device=self.flat.device)
+        for values, base, whole in ((self._kept, self.owned[0], False), (self.grad, 0, not reduced)):
+            if values is not None:
+                low, high = (start, end) if whole else (max(start, self.shard[0]), min(end, self.shard[1]))
+                if low < high:
+                    share[low - start : high - start] += values[low - base : high - base]
+        return share
+
     def drop_grad(self) -> None:
         """Forget what was accumulated."""
         self.grad = self._kept = None
+        self._grad_views = []
 
     def owned_state(self, kind: str) -> torch.Tensor:
         """The owned range of the weights (``weight``, in float32), or of what the optimizer keeps under that name."""
         return self.master if kind == "weight" else self.optimizer_state[kind]
 
-    def load(self, kind: str, read: Reader) -> None:
-        """Fill one state of the owned range with global tensors' values; after ``weight`` the block wants gathering."""
+    def load(self, kind: str, read: Reader, only: str | None = None) -> None:
+        """Fill one state of the owned range with global tensors' values, all of them or one; after ``weight`` the block
+        wants gathering."""
         state, base = self.owned_state(kind), self.owned[0]
         for at, piece, box in self.layout.boxes(*self.owned):
+            if only not in (None, piece.name):
+                continue
             values = read(piece.name, piece.global_shape, box)
             state[at - base : at - base + box.numel].copy_(values.reshape(-1))
         if kind == "weight":
@@ -225,3 +324,7 @@ class Block:
         state, base = self.owned_state(kind), self.owned[0]
         for at, piece, box in self.layout.boxes(*self.shard):
             yield piece, box, state[at - base : at - base + box.numel].view(box.shape)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,13 +1,21 @@
-"""What a parameter is while its values are on other ranks: its shape can be asked for, its values can not."""
+"""What a parameter is while its values are not there: its shape can be asked for, its values can not.
+
+[Note: class of a parameter] A parameter stays one object, in the user's lists and optimizers. It is a plain
+torch.nn.Parameter while it is whole, so that operations on it cost nothing more, and of a class here while it is not.
+Parameters of a class of their own are left as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from megazero.errors import MegazeroError
+from megazero.zero.homes import InEngine, home_of
 
 _Tensor = torch.Tensor
 
@@ -26,7 +34,7 @@ _ALLOWED = (
         for name in (
             "size dim numel nelement element_size stride storage_offset is_floating_point is_complex is_contiguous "
             "is_signed ndimension get_device register_hook register_post_accumulate_grad_hook __len__ __hash__ "
-            "is_set_to is_shared is_inference type"
+            "is_inference"
         ).split()
     }
     | {
@@ -37,37 +45,111 @@ _ALLOWED = (
         torch.numel,
         torch.is_floating_point,
         torch.is_complex,
+        torch._has_compatible_shallow_copy_type,
     }
 )
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter whose values are cut over ranks. Its class is this one only while they are.
+def placeholder(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of one element's memory, in the shape, dtype and device of another."""
+    value = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
-    [Note: class of a parameter] A parameter stays one object, in the user's lists and optimizers; while it is gathered
-    it is a plain torch.nn.Parameter, so that operations on it cost nothing more.
-    """
+
+def set_class(parameters: Sequence[nn.Parameter], before: type | None, after: type | None) -> None:
+    """Change the class of those that are of ``before``."""
+    if before is None or after is None:
+        return
+    for parameter in parameters:
+        if type(parameter) is before:
+            parameter.__class__ = after
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose values are cut over ranks."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         if func in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise MegazeroError(
-            f"{getattr(func, '__name__', func)}: the values of this parameter of shape {tuple(_shape(args))} are cut "
-            "over the ranks (stage 3). Use it inside `with megazero.zero.GatheredParameters(parameter):` on every "
-            "rank; to use it in a module other than its own, call megazero.zero.register_external_parameter(module, "
-            "parameter); to save weights, call engine.save_16bit_model"
-        )
+            return _without_guard(func, args, kwargs)
+        absent = _guarded(args, kwargs, ShardedParameter)
+        if absent and all(getattr(home_of(p), "is_being_built", False) for p in absent):
+            home_of(absent[0]).builder.make_whole(absent)
+            return func(*args, **kwargs)
+        if _changes_nothing(func, args, kwargs):
+            return args[0] if func != _Tensor.data.__set__ else None
+        raise MegazeroError(_refusal(_name(func), absent[0]))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with torch._C.DisableTorchFunctionSubclass():
             return f"Parameter cut over ranks, shape {tuple(self.shape)}, {self.dtype}"
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
-def _shape(args: Any) -> torch.Size:
-    for arg in torch.utils._pytree.tree_leaves(args):
-        if isinstance(arg, ShardedParameter):
-            with torch._C.DisableTorchFunctionSubclass():
-                return arg.shape
-    return torch.Size()
+
+class LateParameter(nn.Parameter):
+    """A whole parameter whose update is on its way from other ranks: whoever reads it waits for that."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _ALLOWED:
+            for parameter in _guarded(args, kwargs, LateParameter):
+                home = home_of(parameter)
+                if isinstance(home, InEngine):
+                    home.block.use()
+        return _without_guard(func, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """``cut``: the class of parameters whose values are on other ranks; ``late``: of those still on their way."""
+
+    cut: type[nn.Parameter] = ShardedParameter
+    late: type[nn.Parameter] = LateParameter
+
+
+def _without_guard(func: Any, args: tuple, kwargs: dict) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _guarded(args: tuple, kwargs: dict, kind: type) -> list[nn.Parameter]:
+    return [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)]
+
+
+def _changes_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether it is a move to where the parameter is, as ``model.to(device)`` makes."""
+    if func == _Tensor.data.__set__:  # a new object each time
+        return args[0] is args[1]
+    if func not in (_Tensor.to, _Tensor.cuda) or isinstance(next(iter(args[1:]), None), _Tensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is _Tensor.cuda:
+            wanted = kwargs.get("device", args[1] if len(args) > 1 else None)
+            return args[0].is_cuda and (
+                wanted is None or torch.device("cuda", torch.device(wanted).index or 0) == args[0].device
+            )
+        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+        same_device = device is None or (
+            device.type == args[0].device.type and device.index in (None, args[0].device.index)
+        )
+        return same_device and dtype in (None, args[0].dtype) and not kwargs.get("copy", False)
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+
+
+def _refusal(what: str, parameter: nn.Parameter) -> str:
+    home = home_of(parameter)
+    name = f"{home.name_of(parameter)}, " if isinstance(home, InEngine) else ""
+    return (
+        f"{what}: the values of this parameter ({name}shape {tuple(parameter.shape)}) are cut over the ranks (stage 3)."
+        " Use it inside `with megazero.zero.GatheredParameters(parameter):` on every rank; to use it in a module other "
+        "than its own, call megazero.zero.register_external_parameter(module, parameter); to save weights, call "
+        "engine.save_16bit_model, or pass engine.module_state_dict() as state_dict to save_pretrained"
+    )

@@ -54,7 +54,10 @@ class Agreement:
     def __init__(self, ranks: list[int], rank: int, timeout: timedelta) -> None:
         self._ranks, self._rank, self._timeout = ranks, rank, timeout
         self._count = 0
-        self._prefix = f"megazero/order/{min(ranks)}-{max(ranks)}-{len(ranks)}"
+        group = f"megazero/order/{min(ranks)}-{max(ranks)}-{len(ranks)}"
+        # Each rank's n-th agreement of the group is one: a model after another, or beside it, has keys of its own.
+        number = dist.distributed_c10d._get_default_store().add(f"{group}/made/{rank}", 1)
+        self._prefix = f"{group}/{number}"
 
     def on(self, name: str) -> None:
         """Raises LaunchError where another rank uses another unit, or none, in ``timeout``."""

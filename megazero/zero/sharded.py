@@ -9,7 +9,7 @@ this rank) is flushed with zeros when backward ends. A gather that no earlier pa
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,14 +18,16 @@ from itertools import chain
 import torch
 from torch import nn
 
-from megazero.comm import Communicator, Work
+from megazero.comm import Communicator
 from megazero.errors import MegazeroError
 from megazero.sharding import Rectangle, ShardSpec
 from megazero.topology import Topology
 from megazero.zero.block import Block, Reader, Sharding, State
 from megazero.zero.blocks import Unit
 from megazero.zero.flat import FlatLayout, buckets, optimizer_group
+from megazero.zero.guard import Guard
 from megazero.zero.order import Agreement, UseOrder
+from megazero.zero.reduction import GradientReduction
 
 
 def leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -124,15 +126,15 @@ class ShardedModel:
         grad_dtype: torch.dtype,
         device: torch.device,
         group_of: Callable[[str, ShardSpec], str] = optimizer_group,
-        value_of: Callable[[str, nn.Parameter], torch.Tensor] | None = None,
-        guard: type[nn.Parameter] | None = None,
+        source_of: Callable[[str, nn.Parameter], Callable[[], torch.Tensor]] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """``dtypes``: of each parameter's copy for the model's use. ``group_of``: a parameter's optimizer group.
 
-        ``value_of``: the whole of a parameter's values, the same on every rank, asked for block by block; without it
-        the blocks are left to be loaded.
+        ``source_of``: asked block by block before a parameter gets its place, for a function that gives the whole of
+        its values, the same on every rank; without it the blocks are left to be loaded.
         """
-        self.groups, self.settings = groups, settings
+        self.groups, self.settings, self.device = groups, settings, device
         self.sharding = Sharding.of_stage(settings.stage)
         parameters = dict(model.named_parameters())
         frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -143,41 +145,47 @@ class ShardedModel:
             indices = []
             for plan in unit.split(frozen, dtypes, threshold):
                 layout = FlatLayout.build(plan.name, plan.specs, groups.shard.size, group_of)
-                values = {n: value_of(n, parameters[n]) for n in plan.specs} if value_of is not None else None
+                sources = {n: source_of(n, parameters[n]) for n in plan.specs} if source_of is not None else {}
                 sharding = replace(self.sharding, parameters=self.sharding.parameters and not plan.persistent)
                 rank, grads = groups.shard.rank, grad_dtype
                 block = Block(layout, parameters, rank, sharding, plan.dtype, grads, device, plan.trainable, guard)
                 indices.append(len(self.blocks))
                 self.blocks.append(block)
-                if values is not None:
-                    block.load("weight", _boxes_of(values))
+                for name in list(sources):
+                    # One by one, and each let go: the model is never there twice.
+                    block.load("weight", _boxes_of(name, sources.pop(name)()), only=name)
             freed = [self.blocks[i] for i in indices if self.blocks[i].sharding.parameters]
             self.units.append(_Unit(unit, indices, freed, set(unit.modules)))
         self._plan_buckets()
-        self._unit_of = {id(block): unit for unit in self.units for block in unit.freed}
+        self._unit_of = {block: i for i, unit in enumerate(self.units) for block in unit.blocks}
+        self._running: Counter[int] = Counter()  # modules of a unit in the midst of their forward
+        self._kept: set[int] = set()  # units whose parameters stay whole to the end of the next backward
         self._orders = {"forward": UseOrder(), "evaluation": UseOrder(), "backward": UseOrder()}
         self._order = self._orders["forward"]
         self.in_backward = self._in_pass = False
         self.uses: Counter[int] = Counter()  # forwards of a unit whose backward is to come
         self._entered = 0  # units in the running forward
         self._live = 0  # gathered elements of blocks that come and go
-        self._complete: set[int] = set()  # blocks whose gradient of the running backward is accumulated
-        self._last_of_step = False
-        self._reduced = False  # whole gradients are summed over ranks already
-        self._next_reduction = 0
-        self._in_flight: deque[tuple[list[int], Work | None]] = deque()
+        self.backwards = 0
+        self._passed: set[int] = set()  # units that the running backward has done with
+        self._at = -1  # the unit that it entered last
         self._local_copies: dict[int, torch.Tensor] = {}
 
     def _plan_buckets(self) -> None:
-        layouts = [block.layout for block in self.blocks]
-        trained = [i for i in range(len(self.blocks)) if self.blocks[i].trainable]
-        self.update_buckets = _of(trained, buckets([layouts[i] for i in trained], self.settings.allgather_bucket_size))
-        backward = trained[::-1]
-        reduce = buckets([layouts[i] for i in backward], self.settings.reduce_bucket_size)
-        self._reduce_buckets = _of(backward, reduce)
-        resident = [i for i, block in enumerate(self.blocks) if not block.sharding.parameters]
-        self._gather_buckets = _of(
-            resident, buckets([layouts[i] for i in resident], self.settings.allgather_bucket_size)
+        def bucketed(items: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+            sizes = [sum(self.blocks[i].layout.numel for i in item) for item in items]
+            return [[i for item in bucket for i in items[item]] for bucket in buckets(sizes, limit)]
+
+        indices = range(len(self.blocks))
+        trained = [[i] for i in indices if self.blocks[i].trainable]
+        resident = [[i] for i in indices if not self.blocks[i].sharding.parameters]
+        self.update_buckets = bucketed(trained, self.settings.allgather_bucket_size)
+        self._gather_buckets = bucketed(resident, self.settings.allgather_bucket_size)
+        # A unit's blocks are ready together.
+        backward = [[i for i in reversed(unit.blocks) if self.blocks[i].trainable] for unit in reversed(self.units)]
+        reduce_buckets = bucketed([item for item in backward if item], self.settings.reduce_bucket_size)
+        self.reduction = GradientReduction(
+            self.blocks, reduce_buckets, self.groups.shard, self.sharding, self.settings.overlap
         )
 
     # Gathering
@@ -218,15 +226,28 @@ class ShardedModel:
         if not self._in_pass:
             self.begin_pass()
         self._entered += 1
-        if self._entered > 2:
+        if unit.freed and not self.in_backward:
+            self._running[index] += 1
+        if self._entered > 2 and not self.in_backward:
             # The last buckets of the backward before had the time of the first layers' forward to be reduced.
-            self._finish_cut_gradients()
+            self.reduction.finish_cut(self.reduction.in_flight)
         if unit.freed:
             foretold = self._order.use(index)
             self._fetch(index, foretold)
             self._prefetch()
         for i in unit.blocks:
             self.blocks[i].use()
+
+    def reach(self, index: int) -> None:
+        """A gradient has come to what a unit returned."""
+        if not self.in_backward and self.units[index].freed:
+            raise MegazeroError(
+                f"backward came to {self.units[index].plan.name}, whose parameters are cut over the ranks (stage 3), "
+                "but not from engine.backward: call engine.backward(loss) instead of loss.backward() or autograd.grad"
+            )
+        if self.in_backward and index != self._at and index not in self._passed:
+            self._at = index
+            self.enter(index)
 
     def _fetch(self, index: int, foretold: bool) -> None:
         unit = self.units[index]
@@ -257,9 +278,14 @@ class ShardedModel:
         unit = self.units[index]
         if not unit.freed or self.in_backward:
             return
+        self._running[index] -= 1
         unit.waiting.discard(module)
         if not unit.waiting and self._reshards_after_forward:
             self.release(index)
+
+    @property
+    def in_training_forward(self) -> bool:
+        return not self.in_backward and not self._evaluating
 
     @property
     def _evaluating(self) -> bool:
@@ -272,7 +298,7 @@ class ShardedModel:
     def release(self, index: int) -> None:
         """Let go of a unit's parameters."""
         for block in self.units[index].freed:
-            if block.state is State.SHARDED:
+            if block.state is State.SHARDED or block.holders or index in self._kept:
                 continue
             self._keep_local_copy(block)
             self._live -= block.layout.numel
@@ -291,6 +317,42 @@ class ShardedModel:
     def release_all(self) -> None:
         for index in range(len(self.units)):
             self.release(index)
+
+    def unit_of(self, block: int) -> int:
+        """The unit that a block belongs to."""
+        return self._unit_of[block]
+
+    # Parameters on loan, outside the modules that use them
+
+    def hold(self, indices: Sequence[int], what: str) -> None:
+        """Make blocks whole, and keep them so whatever passes do, until ``let_go``. ``what``: a name for the user."""
+        blocks = [self.blocks[i] for i in indices]
+        stale = [block for block in blocks if block.state is State.SHARDED]
+        if stale:
+            if self.groups.agreement is not None:
+                self.groups.agreement.on(what)
+            self._issue_gather(stale)
+        for block in stale:
+            block.lent = block.sharding.parameters
+            self._live += block.layout.numel if block.lent else 0
+        for block in blocks:
+            block.use()
+            block.holders += 1
+
+    def let_go(self, indices: Sequence[int]) -> None:
+        """The end of a ``hold``. What a running forward has used stays whole for its backward."""
+        for i in indices:
+            block, unit = self.blocks[i], self._unit_of[i]
+            block.holders -= 1
+            in_graph = self._in_pass and torch.is_grad_enabled() and not self._running[unit]
+            if in_graph and not self.in_backward:
+                self.uses[unit] += 1  # its gradients are complete when backward ends, not before
+            if in_graph and block.sharding.parameters:
+                self._kept.add(unit)
+            elif block.lent and not block.holders and unit not in self._kept:
+                self._live -= block.layout.numel
+                block.move_out()
+            block.lent &= block.holders > 0
 
     def use_all(self) -> None:
         """Make every parameter whole; where parameters are cut, until ``release_all``."""
@@ -314,6 +376,7 @@ class ShardedModel:
         self._order.begin()
         self._in_pass = True
         self._entered = 0
+        self._running.clear()
 
     def end_forward(self) -> None:
         """What was gathered and whose turn to be let go did not come is let go."""
@@ -323,112 +386,81 @@ class ShardedModel:
             self.release_all()
 
     def begin_backward(self) -> None:
-        self._finish_cut_gradients()
-        if self._reduced:
-            # Another backward in the same step after one that was to be the last: what is summed over ranks is set
-            # apart, so that it is not summed again.
-            self.wait_for_gradients()
-            for block in self.trained:
-                block.keep_owned()
-            self._reduced = False
+        self.reduction.begin_backward()
         self.in_backward = True
-        self._next_reduction = 0
+        self.backwards += 1
+        self._passed.clear()
+        self._at = -1
         self._order = self._orders["backward"]
         self._order.begin()
         self._in_pass = True
 
     def reduce_in_next_backward(self) -> None:
         """The backward that follows is the step's last: it completes the accumulated gradients."""
-        self._last_of_step = True
+        self.reduction.last_of_step = True
 
     def unit_complete(self, index: int) -> None:
         """A unit's parameters have all their gradients of the running backward."""
+        self._passed.add(index)
+        earlier = self.reduction.in_flight
         for i in reversed(self.units[index].blocks):
-            self._accumulate(i)
+            self.reduction.accumulate(i)
         if self._lets_go_in_backward:
             self.release(index)
-        self._reduce_ready()
+        self.reduction.issue_ready()
+        # What was issued before this unit's backward had all its time.
+        self.reduction.finish_cut(earlier)
 
     @property
     def _lets_go_in_backward(self) -> bool:
-        return self._last_of_step or not self.settings.keep_gathered
+        return self.reduction.last_of_step or not self.settings.keep_gathered
 
-    def _accumulate(self, index: int) -> None:
-        if self.blocks[index].trainable and index not in self._complete:
-            self.blocks[index].accumulate()
-            self._complete.add(index)
-
-    def _reduces(self) -> bool:
-        return self._last_of_step or self.sharding.gradients
-
-    def _reduce_ready(self) -> None:
-        while self._reduces() and self._next_reduction < len(self._reduce_buckets):
-            bucket = self._reduce_buckets[self._next_reduction]
-            if not self._complete.issuperset(bucket):
-                return
-            self._next_reduction += 1
-            work = None
-            if self.groups.shard.size > 1:
-                grads = [self.blocks[i].grad for i in bucket if self.blocks[i].layout.numel]
-                collective = self.groups.shard.reduce_scatter if self.sharding.state else self.groups.shard.all_reduce
-                work = collective(grads) if grads else None
-            if work is not None and not self.settings.overlap:
-                work.wait()
-            self._in_flight.append((bucket, work))
-            # Two buckets' whole gradients at a time: one being reduced while backward fills the next.
-            if self.sharding.gradients and len(self._in_flight) > 1:
-                self._finish_reduction()
-
-    def _finish_cut_gradients(self) -> None:
-        while self.sharding.gradients and not self.in_backward and self._in_flight:
-            self._finish_reduction()
-
-    def _finish_reduction(self) -> None:
-        bucket, work = self._in_flight.popleft()
-        if work is not None:
-            work.wait()
-        if self.sharding.gradients:
-            for i in bucket:
-                self.blocks[i].keep_owned()
+    def gradient_ready(self, index: int, position: int) -> None:
+        """Autograd has made the gradient of one parameter of a block."""
+        if self.in_backward:
+            self.reduction.gradient_ready(index, position)
 
     def finish_backward(self) -> None:
         """Call after every backward: flush blocks that autograd did not report, in order."""
-        for index in reversed(range(len(self.blocks))):
-            self._accumulate(index)
-        self._reduce_ready()
+        self.reduction.flush()
         late = [name for name, parameter in self.named_parameters() if parameter.grad is not None]
         if late:
             raise MegazeroError(
                 f"a gradient of {late[0]} came after those of its module were taken for complete: the module was used "
-                "by a graph of an earlier step. Run its forward and its backward in the same step"
+                "by a graph of an earlier step (run its forward and its backward in the same step), or another module "
+                "uses its parameter (call megazero.zero.register_external_parameter(module, parameter))"
             )
-        self._complete.clear()
         self._order.end()
         self.in_backward = self._in_pass = False
+        self._kept.clear()
         if self._lets_go_in_backward:
             self.release_all()
-        if self._reduces():
-            assert self._next_reduction == len(self._reduce_buckets)
-            self._reduced = not self.sharding.gradients
-        self._last_of_step = False
+        self.reduction.end_backward()
+
+    @property
+    def reduced(self) -> bool:
+        """Whether whole gradient buffers hold, in this rank's slices, the sums over ranks."""
+        return self.reduction.reduced
 
     def wait_for_gradients(self) -> None:
         """Order what follows after every reduction."""
-        while self._in_flight:
-            self._finish_reduction()
+        self.reduction.wait()
+
+    def forget_gradients(self) -> None:
+        """Gradients that no step has used are as if they had not been."""
+        self.reduction.forget()
 
     def finish_gradients(self) -> None:
         """The step's gradients are whole from here on: all reductions done, over copies of the state too."""
-        self.wait_for_gradients()
-        self._reduced = False
+        self.reduction.finish()
         if self.groups.replicate.size > 1:
-            grads = [block.owned_grad() for block in self.blocks if block.trainable]
+            grads = [block.owned_grad() for block in self.trained]
             self.groups.replicate.all_reduce(grads).wait()
 
     @property
     def trained(self) -> list[Block]:
         """Blocks with gradients and optimizer state."""
-        return [block for block in self.blocks if block.trainable]
+        return self.reduction.trained
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Local parameters by name, in block order."""
@@ -437,12 +469,9 @@ class ShardedModel:
         )
 
 
-def _boxes_of(values: Mapping[str, torch.Tensor]) -> Reader:
-    def read(name: str, shape: tuple[int, ...], box: Rectangle) -> torch.Tensor:
-        return values[name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
+def _boxes_of(name: str, value: torch.Tensor) -> Reader:
+    def read(wanted: str, shape: tuple[int, ...], box: Rectangle) -> torch.Tensor:
+        assert wanted == name, (wanted, name)
+        return value[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
 
     return read
-
-
-def _of(indices: Sequence[int], found: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [[indices[i] for i in bucket] for bucket in found]

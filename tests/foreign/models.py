@@ -13,6 +13,8 @@ from torch import nn
 
 import megazero
 
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
+
 Losses = list[float]
 Weights = dict[str, torch.Tensor]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.foreign.models import Odd, config, plain, trained
-
-ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
+from tests.foreign.models import ADAMW, Odd, config, plain, trained
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

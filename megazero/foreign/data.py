@@ -1,0 +1,94 @@
+"""Batches for a model that is not ours: each process's own samples, and their way to its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from megazero.ds_config import DsConfig
+from megazero.errors import ConfigError, MegazeroError
+from megazero.topology import Topology
+
+
+class EpochLoader(DataLoader):
+    """Batches of this process's share of a dataset. Each run through it is one epoch, in an order of its own.
+
+    Every process has the same number of batches: where the samples do not divide by the processes, some come twice.
+    """
+
+    def __init__(self, data: Any, ds: DsConfig, topology: Topology, collate_fn: Callable | None) -> None:
+        rank, size = topology.coordinates["dp"], topology.layout.dp
+        super().__init__(
+            data,
+            batch_size=ds.train_micro_batch_size_per_gpu,
+            sampler=DistributedSampler(data, num_replicas=size, rank=rank, seed=ds.seed or 0),
+            collate_fn=collate_fn,
+            drop_last=ds.dataloader_drop_last,
+            pin_memory=topology.device.type == "cuda",
+        )
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return super().__iter__()
+
+
+def make_loader(data: Any, ds: DsConfig, topology: Topology, collate_fn: Callable | None) -> EpochLoader | None:
+    """The loader of ``training_data``; None where there is none. Raises ConfigError where it is no dataset."""
+    if data is None:
+        return None
+    if not hasattr(data, "__getitem__") or not isinstance(data, Sized):
+        raise ConfigError.single(
+            "training_data",
+            f"is a {type(data).__name__}; give a dataset with __len__ and __getitem__, or use a DataLoader of your own "
+            "and leave this out",
+        )
+    if not len(data):
+        raise ConfigError.single("training_data", "holds no sample")
+    return EpochLoader(data, ds, topology, collate_fn)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The tensors of nested mappings, tuples and lists, moved; the rest as it is."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [to_device(value, device) for value in batch]
+    return batch
+
+
+def cast_floats(inputs: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of nested mappings, tuples and lists in ``dtype``."""
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs
+    )
+
+
+def loss_of(call: Callable[..., Any], batch: Any, device: torch.device) -> torch.Tensor:
+    """The loss that a module returns of a batch.
+
+    A batch is a tuple or list of arguments, a mapping of keyword arguments, or the one argument. The module returns the
+    loss, or an object or mapping with it under ``loss``, or a tuple that begins with it.
+    """
+    batch = to_device(batch, device)
+    if isinstance(batch, Mapping):
+        output = call(**batch)
+    else:
+        output = call(*batch) if isinstance(batch, list) else call(batch)
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif hasattr(output, "loss"):
+        output = output.loss
+    loss = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise MegazeroError(
+            "the module must return a loss of one element, alone, as `loss`, or first in a tuple; for another loss, "
+            "call engine(...), engine.backward(loss) and engine.step() yourself"
+        )
+    return loss

@@ -1,0 +1,129 @@
+"""What happens to gradients in and after backward: moved into their blocks' buffers, reduced bucket by bucket, kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from megazero.comm import Communicator, Work
+from megazero.zero.block import Block, Sharding
+
+
+class GradientReduction:
+    """``buckets``: of indices into ``blocks``, in the order in which they are reduced over ``group``. ``overlap``:
+    backward goes on while a bucket is reduced. See [Note: order of collectives] in zero.sharded."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        buckets: Sequence[Sequence[int]],
+        group: Communicator,
+        sharding: Sharding,
+        overlap: bool,
+    ) -> None:
+        self._blocks, self._buckets, self._group = blocks, buckets, group
+        self._sharding, self._overlap = sharding, overlap
+        self.last_of_step = False  # the running backward, or the one to come, completes the step's gradients
+        self._complete: set[int] = set()  # blocks whose gradient of the running backward is accumulated
+        self._next = 0
+        self.reduced = False  # whole gradient buffers hold, in this rank's slices, the sums over ranks
+        self._in_flight: deque[tuple[Sequence[int], Work | None]] = deque()
+
+    @property
+    def trained(self) -> list[Block]:
+        """Blocks with gradients and optimizer state."""
+        return [block for block in self._blocks if block.trainable]
+
+    @property
+    def in_flight(self) -> int:
+        """Buckets whose reduction was issued and not waited for."""
+        return len(self._in_flight)
+
+    @property
+    def _reduces(self) -> bool:
+        return self.last_of_step or self._sharding.gradients
+
+    def begin_backward(self) -> None:
+        self.finish_cut(self.in_flight)
+        if self.reduced:
+            # Another backward in the same step after one that was to be the last: what is summed over ranks is set
+            # apart, so that it is not summed again.
+            self.wait()
+            for block in self.trained:
+                block.keep_owned()
+            self.reduced = False
+        self._next = 0
+
+    def gradient_ready(self, index: int, position: int) -> None:
+        """Autograd has made the gradient of one parameter of a block."""
+        if index not in self._complete:
+            self._blocks[index].move([position])
+
+    def accumulate(self, index: int) -> None:
+        """A block's parameters have all their gradients of the running backward."""
+        if self._blocks[index].trainable and index not in self._complete:
+            self._blocks[index].accumulate()
+            self._complete.add(index)
+
+    def issue_ready(self) -> None:
+        """Issue the reductions whose turn it is, as far as their blocks are complete."""
+        while self._reduces and self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not self._complete.issuperset(bucket):
+                return
+            self._next += 1
+            work = self._issue([self._blocks[i] for i in bucket if self._blocks[i].layout.numel])
+            if work is not None and not self._overlap:
+                work.wait()
+            self._in_flight.append((bucket, work))
+
+    def _issue(self, blocks: Sequence[Block]) -> Work | None:
+        if not blocks or self._group.size == 1:
+            return None
+        grads = [block.grad for block in blocks]
+        if self._sharding.state:
+            return self._group.reduce_scatter(grads, [block.reduce_into() for block in blocks])
+        return self._group.all_reduce(grads)
+
+    def flush(self) -> None:
+        """Backward has ended: complete, with zeros, what autograd did not report, in order."""
+        for index in reversed(range(len(self._blocks))):
+            self.accumulate(index)
+        self.issue_ready()
+
+    def end_backward(self) -> None:
+        self._complete.clear()
+        if self._reduces:
+            assert self._next == len(self._buckets)
+            self.reduced = not self._sharding.gradients
+        self.last_of_step = False
+
+    def finish_cut(self, count: int) -> None:
+        """Where gradients are cut, wait for the ``count`` reductions that were issued first: what is not this rank's
+        need not be held any longer."""
+        for _ in range(count if self._sharding.gradients else 0):
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        bucket, work = self._in_flight.popleft()
+        if work is not None:
+            work.wait()
+        if self._sharding.gradients:
+            for i in bucket:
+                self._blocks[i].keep_owned()
+
+    def wait(self) -> None:
+        """Order what follows after every reduction."""
+        while self._in_flight:
+            self._finish_first()
+
+    def finish(self) -> None:
+        """As ``wait``; the step's gradients are whole."""
+        self.wait()
+        self.reduced = False
+
+    def forget(self) -> None:
+        """Gradients that no step has used are as if they had not been."""
+        self.finish()
+        for block in self.trained:
+            block.drop_grad()

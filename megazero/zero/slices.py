@@ -1,0 +1,98 @@
+"""Parameters cut over the ranks before there is an engine: what zero.Init leaves of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.comm import Communicator
+from megazero.zero.guard import ShardedParameter, placeholder
+from megazero.zero.homes import leave, settle
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Home of a parameter that is whole, and that ``builder`` is going to cut."""
+
+    builder: Any
+
+
+class Slice:
+    """One parameter's values, an equal part of them on every rank; the first rank's count.
+
+    ``builder``: the Init that cut it.
+    """
+
+    def __init__(self, parameter: nn.Parameter, group: Communicator, device: torch.device, builder: Any) -> None:
+        self.group, self.builder = group, builder
+        self.shape, self.parameter_device = parameter.shape, parameter.device
+        self.holders = 0
+        self.values = self._cut(parameter.detach().to(device), from_first=True)
+        self._hide(parameter)
+
+    @property
+    def is_being_built(self) -> bool:
+        """Whether a use makes the parameter whole, rather than being an error."""
+        return self.builder.building
+
+    def _cut(self, whole: torch.Tensor, from_first: bool) -> torch.Tensor:
+        flat = whole.contiguous().view(-1)
+        if from_first and flat.numel() and self.group.size > 1:
+            self.group.broadcast(flat)
+        share = -(-flat.numel() // self.group.size)
+        own = flat[self.group.rank * share : (self.group.rank + 1) * share]
+        return torch.nn.functional.pad(own, (0, share - own.numel())).clone()
+
+    def _hide(self, parameter: nn.Parameter) -> None:
+        parameter.data = placeholder(parameter.detach())
+        parameter.__class__ = ShardedParameter
+        settle(parameter, self)
+
+    def whole(self) -> torch.Tensor:
+        """Its values, in its shape, on the processes' device. Every rank calls."""
+        flat = torch.empty(self.values.numel() * self.group.size, dtype=self.values.dtype, device=self.values.device)
+        if self.group.size == 1:
+            flat.copy_(self.values)
+        elif flat.numel():
+            self.group.all_gather([flat], [self.values]).wait()
+        return flat[: self.shape.numel()].view(self.shape)
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Make the parameter whole, for as long as it is held."""
+        whole = self.whole().to(self.parameter_device)
+        parameter.__class__ = nn.Parameter
+        parameter.data = whole
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        if not self.holders:
+            self.show(parameter)
+        self.holders += 1
+
+    def let_go(self, parameter: nn.Parameter) -> None:
+        self.holders -= 1
+        if not self.holders:
+            self._hide(parameter)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """The whole values were changed, alike on every rank."""
+        self.values = self._cut(parameter.detach().to(self.values.device), from_first=False)
+
+    def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        self.values = self.values.to(dtype)
+        parameter.__class__ = nn.Parameter
+        parameter.data = parameter.data.to(dtype)
+        self._hide(parameter)
+
+    def leave(self, parameter: nn.Parameter) -> None:
+        """The parameter is a plain one again, its values still here alone."""
+        parameter.__class__ = nn.Parameter
+        leave(parameter)
+
+    def take(self) -> torch.Tensor:
+        """The whole values, which are kept here no longer."""
+        whole = self.whole()
+        self.values = self.values[:0].clone()
+        return whole
