@@ -87,8 +87,13 @@ class Checkpoint:
         if box is None:
             shape = self._shape(name)
             box = Rectangle((0,) * len(shape), shape)
+        sources = self._sources(kind, name, box)
+        if len(sources) == 1 and sources[0][0].box == box:
+            whole = self._read_chunk(sources[0][0])
+            self._last = None  # it is the caller's now
+            return whole
         result = torch.empty(box.shape, dtype=torch.float32)
-        for chunk, part in self._sources(kind, name, box):
+        for chunk, part in sources:
             result[part.within(box)] = self._read_chunk(chunk)[part.within(chunk.box)]
         return result
 
@@ -105,7 +110,7 @@ class Checkpoint:
             empty = torch.empty(tensor.shape, dtype=dtype)
             size = empty.numel() * dtype.itemsize
             data = self._read_bytes(file.name, tensor.start, size, tensor.checksum, f"state {tensor.key}")
-            result[tensor.key] = torch.frombuffer(data, dtype=dtype).reshape(tensor.shape) if data else empty
+            result[tensor.key] = data.view(dtype).reshape(tensor.shape) if size else empty
         return result
 
     def verify(self, boxes: Iterable[tuple[str, str, Rectangle]] | None = None) -> None:
@@ -193,17 +198,17 @@ class Checkpoint:
         if self._last is None or self._last[0] is not chunk:
             what = f"{chunk.kind} of {chunk.name}"
             data = self._read_bytes(chunk.file, chunk.start, chunk.size, chunk.checksum, what)
-            self._last = chunk, torch.frombuffer(data, dtype=torch.float32).reshape(chunk.box.shape)
+            self._last = chunk, data.view(torch.float32).reshape(chunk.box.shape)
         return self._last[1]
 
     def _check(self, chunk: manifest.Chunk) -> None:
         if (chunk.file, chunk.start, chunk.size) not in self._checked:
             self._read_chunk(chunk)
 
-    def _read_bytes(self, file: str, start: int, size: int, checksum: int, what: str) -> bytearray:
-        """Bytes of a file, checked the first time."""
-        data = bytearray(size)
-        descriptor, view = self._descriptor(file), memoryview(data)
+    def _read_bytes(self, file: str, start: int, size: int, checksum: int, what: str) -> torch.Tensor:
+        """Bytes of a file (uint8), checked the first time."""
+        data = torch.empty(size, dtype=torch.uint8)  # a bytearray would be filled with zeros first
+        descriptor, view = self._descriptor(file), memoryview(data.numpy())
         try:
             while view:
                 count = os.preadv(descriptor, [view], start + size - len(view))
@@ -213,7 +218,7 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(self._damage(file, f"{what} cannot be read: {error.strerror}")) from error
         if (file, start, size) not in self._checked:
-            if zlib.crc32(data) != checksum:
+            if zlib.crc32(data.numpy()) != checksum:
                 raise CheckpointError(self._damage(file, f"the checksum of {what} does not match"))
             self._checked.add((file, start, size))
         return data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,10 @@ class ShardOptimizer:
         self.all = [part for group in parts for part in group]
         for group, own in zip(optimizer.param_groups, parts, strict=True):
             group["params"] = [part.parameter for part in own]
-        optimizer.state.clear()
+        # Some make their state with themselves (Adagrad before torch 2.13): what is of the parts stays.
+        own = {part.parameter for part in self.all}
+        for parameter in [parameter for parameter in optimizer.state if parameter not in own]:
+            del optimizer.state[parameter]
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self.skips_on_device = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
@@ -98,46 +101,3 @@ class ShardOptimizer:
     def _check_caller(self, *_: Any) -> None:
         if not self._stepping:
             raise MegazeroError("optimizer.step() would change nothing here; call engine.step() instead")
-
-    def tensors(self) -> dict[Block, dict[str, torch.Tensor]]:
-        """Element-wise state of each block's owned range, by the optimizer's name for it; zero where none is yet."""
-        found: dict[Block, dict[str, torch.Tensor]] = {}
-        for name in self.tensor_names():
-            for part in self.all:
-                whole = found.setdefault(part.block, {})
-                if name not in whole:
-                    whole[name] = torch.zeros_like(part.block.master, dtype=torch.float32)
-                value = self.optimizer.state[part.parameter].get(name)
-                if isinstance(value, torch.Tensor):
-                    whole[name][part.range] = value.reshape(-1).float()
-        return found
-
-    def tensor_names(self) -> list[str]:
-        """Names of state tensors that have an element for each of the parameter's."""
-        names: dict[str, None] = {}
-        for part in self.all:
-            for name, value in self.optimizer.state[part.parameter].items():
-                if isinstance(value, torch.Tensor) and value.numel() == part.parameter.numel() and value.dim():
-                    names[name] = None
-        return list(names)
-
-    def scalars(self) -> dict[str, float]:
-        """State that is one number, the same for all parts: Adam's step count."""
-        found: dict[str, float] = {}
-        for part in self.all:
-            for name, value in self.optimizer.state[part.parameter].items():
-                if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim()):
-                    found[name] = float(value)
-        return found
-
-    def load(self, tensors: Mapping[Block, Mapping[str, torch.Tensor]], scalars: Mapping[str, Any]) -> None:
-        """The reverse of ``tensors`` and ``scalars``."""
-        for part in self.all:
-            state = self.optimizer.state[part.parameter]
-            state.clear()
-            for name, value in scalars.items():
-                on = part.parameter.device if self.skips_on_device else torch.device("cpu")
-                state[name] = torch.tensor(value, dtype=torch.float32, device=on)
-            for name, value in tensors.get(part.block, {}).items():
-                own = value[part.range].view(part.shape).to(part.parameter)
-                state[name] = own.clone()

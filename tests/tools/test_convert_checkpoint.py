@@ -6,18 +6,21 @@ import json
 import os
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from megazero.checkpoint import open_checkpoint
 from megazero.convert import HFWeights, open_weights
 from megazero.errors import ConvertError, MegazeroError
 from tests.data.helpers import run_script
 from tools import benchmark_convert, convert_checkpoint
 
 ORACLE = Path(__file__).resolve().parents[1] / "fixtures" / "oracle"
+FIXTURES = Path(__file__).resolve().parents[1] / "convert" / "fixtures"
 GPT2, LLAMA = ORACLE / "gpt2-tied" / "hf_init", ORACLE / "llama-gqa" / "hf_init"
 
 
@@ -145,3 +148,22 @@ def test_the_benchmark_at_a_small_size(monkeypatch, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "every tensor came back bit for bit" and "GB/s" in lines[1] and "peak" in lines[2]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("archive", "folder", "step"),
+    [("megatron", "gpt2-optimizer/dist", 3), ("deepspeed", "gpt2-stage2", 2)],
+)
+def test_what_others_saved_comes_in_with_its_moments_and_goes_out(run, tmp_path, archive, folder, step):
+    """Through the tool alone: their folder, our checkpoint, a Hugging Face directory with the same weights."""
+    with tarfile.open(FIXTURES / f"{archive}.tar.xz") as fixtures:
+        fixtures.extractall(tmp_path / "theirs", filter="data")
+    run("import", "--from", tmp_path / "theirs" / folder, "--to", "ours")
+    with open_checkpoint(tmp_path / "ours") as checkpoint:
+        assert checkpoint.step == step
+        assert all(checkpoint.has(kind, name) for kind in ("exp_avg", "exp_avg_sq") for name in checkpoint.parameters)
+        assert float(checkpoint.read("exp_avg_sq", "layers.0.mlp.up.weight").min()) > 0
+    run("export", "--from", "ours", "--to", "hf")
+    theirs, out = open_weights(tmp_path / "theirs" / folder), HFWeights(tmp_path / "hf")
+    assert theirs.parameters == out.parameters
+    assert all(torch.equal(theirs.read(name), out.read(name)) for name in out.parameters)
