@@ -252,14 +252,15 @@ def test_18_gradients_of_norms_are_whole_on_every_tp_rank(model: dict[str, Any],
 def run_with_late_gathers(tree: dict[str, Any], source: TokenSource, weights: Weights, steps: int):
     """As runs.run_rank, but what an all-gather brings is NaN until the moment it is waited for."""
     with make_engine(tree, weights) as engine:
-        dp, gather = engine.stage.sharded.dp, engine.stage.sharded.dp.all_gather
+        dp = engine.stage.sharded.groups.shard
+        gather = dp.all_gather
 
-        def late(buffers):
-            for buffer in buffers:
-                own = dp.slice_of(buffer).clone()
+        def late(buffers, slices):
+            for buffer, own in zip(buffers, slices, strict=True):
+                kept = own.clone()  # a part of the buffer, where that stays
                 buffer.fill_(math.nan)
-                dp.slice_of(buffer).copy_(own)
-            return _Late(lambda: gather(buffers).wait())
+                own.copy_(kept)
+            return _Late(lambda: gather(buffers, slices).wait())
 
         dp.all_gather = late
         metrics = [engine.train_batch(source) for _ in range(steps)]
@@ -271,10 +272,21 @@ class _Late:
         self.wait = wait
 
 
-@pytest.mark.parametrize(("layout", "bucket"), [((1, 1, 2), 1), ((1, 1, 2), 3000), ((1, 2, 2), 1), ((1, 2, 2), 10**9)])
-def test_19_no_parameter_is_used_before_its_gather_is_done(layout: Layout, bucket: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "bucket", "stages"),
+    [
+        ((1, 1, 2), 1, (0, 1)),
+        ((1, 1, 2), 3000, (0, 1)),
+        ((1, 2, 2), 1, (0, 1)),
+        ((1, 2, 2), 10**9, (0, 1)),
+        ((1, 2, 2), 1000, (3, 3)),
+    ],
+)
+def test_19_no_parameter_is_used_before_its_gather_is_done(
+    layout: Layout, bucket: int, stages: tuple[int, int]
+) -> None:
     source, weights = TokenSource(37, 12), random_weights(ModelConfig(**GPT2))
-    trees = [settings(GPT2, layout, zero={"stage": stage, "allgather_bucket_size": bucket}) for stage in (0, 1)]
+    trees = [settings(GPT2, layout, zero={"stage": stage, "allgather_bucket_size": bucket}) for stage in stages]
     whole = train(trees[0], source, weights, dp=2)
     late = train(trees[1], source, weights, dp=2, function=run_with_late_gathers)
     assert (late.losses, late.norms) == (whole.losses, whole.norms)
