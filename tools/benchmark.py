@@ -50,9 +50,11 @@ class RandomTokens:
         return [self._micro_batch(start, micro_batch_size) for start in starts]
 
     def _micro_batch(self, start: int, size: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(start)
+        # A sample's tokens follow from its position alone, whatever the micro-batch it is in.
+        generators = [torch.Generator().manual_seed(position) for position in range(start, start + size)]
+        shape = (self._seq_length + 1,)
         micro_batch = {
-            "tokens": torch.randint(self._vocab_size, (size, self._seq_length + 1), generator=generator),
+            "tokens": torch.stack([torch.randint(self._vocab_size, shape, generator=g) for g in generators]),
             "weights": torch.ones(size, self._seq_length),
             "samples": torch.arange(start, start + size),
         }
