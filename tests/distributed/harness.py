@@ -26,6 +26,9 @@ from tests.distributed.pool_worker import Job, Reply, work
 _AFTER_FAILURE = 0.5
 """Seconds the other ranks have to end, once one has failed, before they are killed."""
 
+_JOBS_PER_WORKER = 40
+"""Jobs after which workers are made anew: a job's models are cycles, and hold its process groups and their threads."""
+
 _STACK_DUMP = 0.3
 """Seconds a signalled worker has to write its stack."""
 
@@ -64,6 +67,8 @@ class Pool:
     def run(self, world_size: int, function: Callable, args: Sequence, kwargs: dict, timeout: float) -> list[Any]:
         """See `run`."""
         assert "." not in function.__qualname__, f"{function.__qualname__}: only module-level functions can be sent"
+        if self._jobs % _JOBS_PER_WORKER == 0:
+            self.close()
         new = [self._add_worker() for _ in range(world_size - len(self._workers))]
         for worker in new:
             worker.connection.recv()  # it is ready; the first start of all imports torch, on no job's time

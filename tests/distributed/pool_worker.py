@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import importlib
 import importlib.util
 import os
@@ -55,7 +54,6 @@ def work(connection: Connection, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle
     torch.set_num_threads(1)
-    collect = _own_the_collector()
     connection.send("ready")
     while True:
         try:
@@ -63,21 +61,6 @@ def work(connection: Connection, log: str) -> None:
         except (EOFError, OSError):
             return
         connection.send(_do(rank, job))
-        collect()
-
-
-def _own_the_collector() -> Callable[[], None]:
-    """What to call after each job: it frees the job's models, whose hooks are cycles, and with them the threads of
-    their process groups, and looks at nothing older. What jobs themselves froze would stay for good, so they do not."""
-    freeze = gc.freeze
-    gc.freeze = gc.unfreeze = lambda: None
-
-    def collect() -> None:
-        gc.collect()
-        freeze()
-
-    collect()
-    return collect
 
 
 def _do(rank: int, job: Job) -> Reply:

@@ -33,7 +33,12 @@ LAUNCHERS = {
             "megazero launch",
             ["ZeRO stage 3, bfloat16, micro-batch 4 x 2 accumulation", "epoch 1 gradient norm", "[[1, 2, 3"],
         ),
-        (2, "torchrun", ["no optimizer is given", "left to the defaults: train_batch_size = 2"]),
+        pytest.param(
+            2,
+            "torchrun",
+            ["no optimizer is given", "left to the defaults: train_batch_size = 2"],
+            marks=pytest.mark.whole,
+        ),
     ],
 )
 def test_script_runs(number: int, launcher: str, expected: list[str], tmp_path: Path) -> None:

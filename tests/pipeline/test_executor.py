@@ -18,7 +18,7 @@ LOGGED = {
     Kind.FORWARD: "forward {}",
     Kind.GATHER: "gather",
     Kind.REDUCE: "reduce",
-    Kind.BACKWARD: "finish_backward",
+    Kind.BACKWARD: "backward",
 }
 
 
@@ -45,9 +45,10 @@ class Product:
     def reduce(self) -> None:
         self.log.append("reduce")
 
-    def finish_backward(self) -> None:
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
         self.alive -= 1
-        self.log.append("finish_backward")
+        self.log.append("backward")
 
 
 def micro_batches(count: int) -> list[torch.Tensor]:
@@ -76,13 +77,7 @@ def test_every_micro_batch_forward_and_backward(ranks: Callable, name: str, stag
         product *= stage + 2
     losses = [6.0 * i * product for i in range(count)]
     for stage, (log, found, grad, most_alive, _) in enumerate(ranks(stages, run, schedule, count)):
-        kinds = {
-            Kind.FORWARD: "forward {}",
-            Kind.GATHER: "gather",
-            Kind.REDUCE: "reduce",
-            Kind.BACKWARD: "finish_backward",
-        }
-        expected = [kinds[a.kind].format(a.micro_batch) for a in schedule[stage] if a.kind not in COMMUNICATION]
+        expected = [LOGGED[a.kind].format(a.micro_batch) for a in schedule[stage] if a.kind not in COMMUNICATION]
         assert log == expected
         assert found == (losses if stage == stages - 1 else [])
         assert grad == sum(losses) / (stage + 2)
