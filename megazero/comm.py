@@ -8,7 +8,7 @@ inside a torch.compile graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -43,6 +43,17 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+class _Works:
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class Communicator:
     """In-place collectives of one process group over flat buffers.
 
@@ -63,31 +74,36 @@ class Communicator:
     def all_reduce(self, buffers: Sequence[torch.Tensor]) -> Work:
         """Sum every buffer over the group, in place, as one coalesced call."""
         self._count("all_reduce", buffers)
-        with dist._coalescing_manager(group=self.group, async_ops=True) as work:
-            for buffer in buffers:
-                dist.all_reduce(buffer, group=self.group)
-        return work
+        return self._together(dist.all_reduce, [(buffer,) for buffer in buffers])
 
     def reduce_scatter(self, buffers: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]) -> Work:
         """Put this rank's slice of each buffer's sum over the group into ``slices``; one may be part of the buffer
         itself, whose rest is then undefined."""
         self._count("reduce_scatter", buffers)
-        with dist._coalescing_manager(group=self.group, async_ops=True) as work:
-            for buffer, own in zip(buffers, slices, strict=True):
-                _reduce_scatter(own, buffer, group=self.group)
-        return work
+        return self._together(_reduce_scatter, list(zip(slices, buffers, strict=True)))
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]) -> Work:
         """Fill every buffer with each rank's slice of it; a slice may be this rank's part of the buffer itself."""
         self._count("all_gather", buffers)
-        with dist._coalescing_manager(group=self.group, async_ops=True) as work:
-            for buffer, own in zip(buffers, slices, strict=True):
-                _all_gather(buffer, own, group=self.group)
-        return work
+        return self._together(_all_gather, list(zip(buffers, slices, strict=True)))
 
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> None:
         """Replace every rank's values by those of the group's first, or of its ``source``-th."""
         dist.broadcast(buffer, group=self.group, group_src=source)
+
+    def _together(self, collective: Callable[..., Work], arguments: Sequence[tuple[torch.Tensor, ...]]) -> Work:
+        """Issue a collective on each of ``arguments``, coalesced where that is safe.
+
+        [Note: gloo and coalesced calls] torch's gloo group has two threads, which note the name of what they finished
+        last in one string, without a lock. Names of the coalesced kinds are too long for a string to hold in place: two
+        that finish at once free the same memory. One by one, each under its short name, they do the same work.
+        """
+        if arguments[0][0].is_cuda:
+            with dist._coalescing_manager(group=self.group, async_ops=True) as work:
+                for tensors in arguments:
+                    collective(*tensors, group=self.group)
+            return work
+        return _Works([collective(*tensors, group=self.group, async_op=True) for tensors in arguments])
 
     def _count(self, kind: str, buffers: Sequence[torch.Tensor]) -> None:
         self.calls[kind] += 1

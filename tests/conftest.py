@@ -13,26 +13,16 @@ from tests.distributed import harness
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-FOREIGN_IN_ZERO = ("test_gathered.py", "test_init.py", "test_access.py")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="whole products of choices where a part is the default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``whole`` cost more than what they add to others of their kind. Those of foreign models on several
-    gloo ranks now and then end in a corrupted heap of a worker, whose cause is not found yet: not by default."""
-    if config.getoption("whole"):
-        return
-
-    def left_out(item: pytest.Item) -> bool:
-        foreign = item.path.parent.name == "foreign" or item.path.name in FOREIGN_IN_ZERO
-        return item.get_closest_marker("whole") is not None or (foreign and "ranks" in item.fixturenames)
-
-    out = [item for item in items if left_out(item)]
-    items[:] = [item for item in items if not left_out(item)]
-    config.hook.pytest_deselected(items=out)
+    """Tests marked ``whole`` cost more than what they add to others of their kind."""
+    if not config.getoption("whole"):
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture
