@@ -17,14 +17,19 @@ _SHOW_EVERY = 1 << 20
 """Bytes between two updates of the bar; one per document would cost more than reading it."""
 
 
+def byte_bar() -> Bar:
+    """Over bytes, on stderr; silent where that is no terminal."""
+    columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    return Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty())
+
+
 class Progress:
     """Reads documents of ``paths`` and shows how far it is."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._sizes = [path.stat().st_size for path in paths]
-        columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
-        self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._bar = byte_bar()
 
     def documents(self, description: str, fields: Fields) -> Iterator[Document]:
         """All documents of all files, in order."""

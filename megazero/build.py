@@ -91,17 +91,8 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
 
 
 def zero_settings(config: Config) -> ZeroSettings:
-    zero = config.zero
-    return ZeroSettings(
-        stage=zero.stage,
-        reduce_bucket_size=zero.reduce_bucket_size,
-        allgather_bucket_size=zero.allgather_bucket_size,
-        prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
-        persistence_threshold=zero.stage3_param_persistence_threshold,
-        max_live_parameters=zero.stage3_max_live_parameters,
-        reshard_after_forward=zero.reshard_after_forward,
-        keep_gathered=config.parallel.keep_gathered,
-    )
+    keeps, reshards = config.parallel.keep_gathered, config.zero.reshard_after_forward
+    return ZeroSettings.of(config.zero, reshard_after_forward=reshards, keep_gathered=keeps)
 
 
 def attention_backends(device: torch.device, deterministic: bool) -> AbstractContextManager:

@@ -17,14 +17,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="whole products of choices where a part is the default")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``whole`` cost more than what they add to others of their kind."""
-    if not config.getoption("whole"):
-        left_out = [item for item in items if item.get_closest_marker("whole")]
-        items[:] = [item for item in items if not item.get_closest_marker("whole")]
-        config.hook.pytest_deselected(items=left_out)
-
-
 @pytest.fixture
 def ranks() -> Callable:
     """`tests.distributed.harness.run`: call a module-level function on several processes."""

@@ -20,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from data.command_line import run_script
+from data.progress import byte_bar
 from megazero.convert import open_weights
 from megazero.convert.hf_writer import DEFAULT_SHARD_SIZE, DTYPES, export, parse_size
 from megazero.convert.importer import import_checkpoint
@@ -41,11 +40,8 @@ class Shown:
 
     def __init__(self, name: str) -> None:
         self._name, self._line = name, time.monotonic()
-        columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
         self._is_terminal = sys.stderr.isatty()
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not self._is_terminal
-        )
+        self._bar = byte_bar()
         self._task = self._bar.add_task(name, total=None)
 
     def update(self, done: int, total: int) -> None:

@@ -115,9 +115,9 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def choose_scheduler(ds: DsConfig, given: Any, optimizer: torch.optim.Optimizer | None) -> tuple[Any, list[str]]:
     """(the scheduler, None for none; what to tell the user)"""
     if given is None:
-        return make_scheduler(
-            ds.scheduler, optimizer
-        ) if ds.scheduler is not None and optimizer is not None else None, []
+        if ds.scheduler is None or optimizer is None:
+            return None, []
+        return make_scheduler(ds.scheduler, optimizer), []
     told = []
     if ds.scheduler is not None:
         told.append(f"the config's scheduler, {ds.scheduler.type}, is not used: initialize was given one")

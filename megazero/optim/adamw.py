@@ -3,7 +3,7 @@ passes over memory once, else by torch's fused one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,26 +34,27 @@ class AdamW:
             skip: float32 scalar, 1 where nothing may change; read on the device only.
         """
         self.count += 1 - skip
-        divisor = factor.reciprocal().float()  # the kernel divides
-        bias = torch.stack([1 - beta ** self.count.double() for beta in self.betas]) if self.count.is_cuda else None
+        in_one_pass = self.count.is_cuda
+        update = self._one_pass(lr, factor, skip) if in_one_pass else self._by_groups(lr, factor, skip)
         for bucket in self.sharded.update_buckets:
             blocks = [self.sharded.blocks[i] for i in bucket]
-            if bias is not None:
-                self._update_in_one_pass(blocks, lr, factor.float(), skip, bias)
-            else:
-                for group, decay in self.decay.items():
-                    self._update(blocks, group, lr, decay, divisor, skip)
+            update(blocks)
             for block in blocks:
-                block.updated(copied=bias is not None)
+                block.updated(copied=in_one_pass)
             self.sharded.gather_bucket(bucket)
 
-    def _update_in_one_pass(
-        self, blocks: Sequence[Block], lr: float, factor: torch.Tensor, skip: torch.Tensor, bias: torch.Tensor
-    ) -> None:
+    def _one_pass(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> Callable[[Sequence[Block]], None]:
         from megazero.optim.single_pass import adamw  # triton comes with torch's CUDA builds only
 
-        bias = torch.stack((bias[0], bias[1].sqrt())).float()
-        for block in blocks:
+        count = self.count.double()
+        bias = torch.stack((1 - self.betas[0] ** count, (1 - self.betas[1] ** count).sqrt())).float()
+        factor = factor.float()
+
+        def update(blocks: Sequence[Block]) -> None:
+            for block in blocks:
+                update_block(block)
+
+        def update_block(block: Block) -> None:
             _, end = block.layout.group_ranges(*block.owned).get("decay", (0, block.owned[0]))
             adamw(
                 block.master,
@@ -70,6 +71,17 @@ class AdamW:
                 skip=skip,
                 bias=bias,
             )
+
+        return update
+
+    def _by_groups(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> Callable[[Sequence[Block]], None]:
+        divisor = factor.reciprocal().float()  # the kernel divides
+
+        def update(blocks: Sequence[Block]) -> None:
+            for group, decay in self.decay.items():
+                self._update(blocks, group, lr, decay, divisor, skip)
+
+        return update
 
     def _update(
         self, blocks: Sequence[Block], group: str, lr: float, decay: float, divisor: torch.Tensor, skip: torch.Tensor

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,11 +56,6 @@ class DataParallel:
     local: Communicator | None = None
     agreement: Agreement | None = None
 
-    @staticmethod
-    def simple(whole: Communicator, agreement: Agreement | None = None) -> DataParallel:
-        """One copy of the state over all ranks."""
-        return DataParallel(whole, whole, Communicator(None, 1, 0), None, agreement)
-
 
 def data_parallel(topology: Topology, mics_shard_size: int, hpz_partition_size: int, timeout: float) -> DataParallel:
     """A rank's groups. ``timeout``: seconds to wait for a rank that goes another way."""
@@ -92,6 +88,19 @@ class ZeroSettings:
     reshard_after_forward: bool = True
     keep_gathered: bool = False
     overlap: bool = True
+
+    @staticmethod
+    def of(zero: Any, **switches: bool) -> ZeroSettings:
+        """Of a section that has DeepSpeed's names for the stage and the sizes: config.zero, or a ds_config's."""
+        return ZeroSettings(
+            zero.stage,
+            zero.reduce_bucket_size,
+            zero.allgather_bucket_size,
+            zero.stage3_prefetch_bucket_size,
+            zero.stage3_param_persistence_threshold,
+            zero.stage3_max_live_parameters,
+            **switches,
+        )
 
 
 @dataclass
@@ -353,16 +362,6 @@ class ShardedModel:
                 self._live -= block.layout.numel
                 block.move_out()
             block.lent &= block.holders > 0
-
-    def use_all(self) -> None:
-        """Make every parameter whole; where parameters are cut, until ``release_all``."""
-        self.gather()
-        for unit in self.units:
-            stale = [block for block in unit.freed if block.state is State.SHARDED]
-            self._issue_gather(stale)
-            self._live += sum(block.layout.numel for block in stale)
-        for block in self.blocks:
-            block.use()
 
     # Passes
 

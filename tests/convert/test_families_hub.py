@@ -69,7 +69,7 @@ def rank_logits(paths: list[str], tp: int, pp: int) -> list[torch.Tensor]:
             if stage.model.head is None:
                 dist.send(x, rank + tp)
             else:
-                stage.sharded.use_all()
+                runs.make_whole(stage.sharded)
                 found.append(F.linear(x, stage.model.head.weight[: stage.model.head.valid]))
     return found
 

@@ -29,6 +29,7 @@ from megazero.models.gpt import GPT
 from megazero.models.parameters import parameter_shapes
 from megazero.sharding import is_counted
 from megazero.zero.block import Block
+from megazero.zero.sharded import ShardedModel
 from tests.distributed import harness
 
 Layout = tuple[int, int, int]
@@ -125,6 +126,14 @@ def make_engine(config: Config | Mapping[str, Any], weights: Weights | None = No
     if weights is not None:
         set_weights(engine, weights)
     return engine
+
+
+def make_whole(sharded: ShardedModel) -> None:
+    """Wait for the update of every parameter that is whole between uses."""
+    sharded.gather()
+    for block in sharded.blocks:
+        if not block.sharding.parameters:
+            block.use()
 
 
 def set_weights(engine: Engine, weights: Weights) -> None:

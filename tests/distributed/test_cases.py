@@ -28,6 +28,7 @@ from tests.distributed.runs import (
     assert_close,
     fused,
     make_engine,
+    make_whole,
     plain_loop,
     plain_loss,
     random_weights,
@@ -155,7 +156,7 @@ def word_embedding_after(tree: dict[str, Any], source: TokenSource, steps: int) 
     with make_engine(tree) as engine:
         for _ in range(steps):
             engine.train_batch(source)
-        engine.stage.sharded.use_all()
+        make_whole(engine.stage.sharded)
         return next((b.flat.clone() for b in engine.stage.sharded.blocks if b.layout.name == WORD), None)
 
 
@@ -179,7 +180,7 @@ def test_17_tied_copies_are_the_same_bits_after_100_steps(ranks: Callable) -> No
 def norm_of_ones_on_the_word_embedding(tree: dict[str, Any]) -> float:
     with make_engine(tree) as engine:
         sharded = engine.stage.sharded
-        sharded.use_all()
+        make_whole(sharded)
         for block in sharded.blocks:
             block.grad = torch.zeros(block.layout.numel)
             for first, last, piece, _ in block.layout.pieces(0, block.layout.numel):

@@ -29,5 +29,5 @@ def many_at_once(rounds: int) -> bool:
 
 
 def test_gathers_under_way_at_once_do_no_harm(ranks: Callable) -> None:
-    """See [Note: gloo and coalesced calls]: coalesced, three runs in four of 3,000 rounds ended with a corrupted heap."""
+    """See [Note: gloo and coalesced calls]: coalesced, 3,000 rounds of these mostly ended in a corrupted heap."""
     assert ranks(2, many_at_once, 100) == [True, True]

@@ -77,7 +77,7 @@ REDUCED = [
     Choice("llama-gqa", (4, 1, 1), 0, LARGEST, "1f1b", "none", False),
     Choice("llama-gqa", (1, 4, 1), 1, 2, "1f1b", "none", False),
     Choice("gpt2-tied", (1, 1, 4), 2, 1, "1f1b", "none", False),
-    Choice("llama-gqa", (2, 1, 2), 2, LARGEST, "1f1b", "full", True),
+    Choice("llama-gqa", (2, 1, 2), 2, 2, "1f1b", "full", True),
     Choice("gpt2-tied", (1, 2, 2), 3, 2, "1f1b", "full", False),
     Choice("gpt2-tied", (1, 1, 2), 3, LARGEST, "1f1b", "none", False),
     Choice("llama-gqa", (2, 2, 2), 3, LARGEST, "1f1b", "none", True),

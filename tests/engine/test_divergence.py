@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megazero.engine import Engine
 from megazero.errors import DivergenceError
 from megazero.optim.schedule import learning_rate
+from tests.distributed.runs import make_whole
 from tests.engine.tiny import open_run, steps_in, tiny
 
 
@@ -26,7 +27,7 @@ class Ending(NamedTuple):
 
 
 def parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    engine.stage.sharded.use_all()
+    make_whole(engine.stage.sharded)
     return dict(engine.stage.sharded.named_parameters())
 
 

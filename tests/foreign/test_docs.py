@@ -33,12 +33,7 @@ LAUNCHERS = {
             "megazero launch",
             ["ZeRO stage 3, bfloat16, micro-batch 4 x 2 accumulation", "gradient norm", "[[1, 2, 3"],
         ),
-        pytest.param(
-            2,
-            "torchrun",
-            ["no optimizer is given", "left to the defaults: train_batch_size = 2"],
-            marks=pytest.mark.whole,
-        ),
+        (2, "torchrun", ["no optimizer is given", "left to the defaults: train_batch_size = 2"]),
     ],
 )
 def test_script_runs(number: int, launcher: str, expected: list[str], tmp_path: Path) -> None:

@@ -114,11 +114,11 @@ def test_storages_of_125_million_parameters_on_four_ranks(stage: int, precision:
     layout, config = Layout(dp=4), settings({}, stage, threshold=100_000, vocab_multiple=128)
     decoder, specs = describe_stage(config, config.model.architecture, layout.coordinates(0), TensorParallel())
     for rank in (0, 3):
-        planned = state_of(config, layout, rank, precision)
+        planned, dp = state_of(config, layout, rank, precision), Communicator(None, 4, rank)
         sharded = ShardedModel(
             decoder,
             decoder_units(decoder, specs),
-            DataParallel.simple(Communicator(None, 4, rank)),
+            DataParallel(dp, dp, Communicator(None, 1, 0)),
             zero_settings(config),
             dtypes=dict.fromkeys(specs, DTYPES[precision]),
             grad_dtype=torch.float32,

@@ -49,12 +49,12 @@ def sharded_chain(stage: int, bucket: int, prefetch: int = 10**9) -> tuple[Chain
         }
         units.append(Unit(str(index), specs, (part,)))
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    device = torch.device("cpu")
+    device, dp = torch.device("cpu"), Communicator(group, dist.get_world_size(), dist.get_rank())
     leave_meta(model, torch.float32, device)
     sharded = ShardedModel(
         model,
         units,
-        DataParallel.simple(Communicator(group, dist.get_world_size(), dist.get_rank())),
+        DataParallel(dp, dp, Communicator(None, 1, 0)),
         ZeroSettings(stage, bucket, bucket, prefetch, 0, 10**9),
         dtypes={name: torch.float32 for name, _ in model.named_parameters()},
         grad_dtype=torch.float32,
