@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megazero.checkpoint.files import DTYPES
 from megazero.errors import CheckpointError
 from megazero.sharding import Rectangle
 
 NAME = "manifest.json"
-FORMAT, VERSION = "megazero checkpoint", 1
+FORMAT, VERSION = "megazero checkpoint", 2
 _CHECKSUM_LINE = '{{"checksum": "{:08x}",\n'
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of one global tensor, float32, row-major, at byte ``start`` of ``file``."""
+    """A box of one global tensor, row-major, at byte ``start`` of ``file``; ``dtype`` as safetensors spells it."""
 
     file: str
     kind: str
@@ -27,6 +28,7 @@ class Chunk:
     box: Rectangle
     start: int
     checksum: int
+    dtype: str = "F32"
 
     @property
     def key(self) -> str:
@@ -35,7 +37,7 @@ class Chunk:
     @property
     def size(self) -> int:
         """Bytes."""
-        return 4 * self.box.numel
+        return DTYPES[self.dtype].itemsize * self.box.numel
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,7 @@ def encode(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "world_size": len(manifest.files),
         "meta": manifest.meta,
-        "parameters": {
-            name: {"shape": shape, "dtype": "float32"} for name, shape in sorted(manifest.parameters.items())
-        },
+        "parameters": {name: {"shape": shape} for name, shape in sorted(manifest.parameters.items())},
         "files": [
             {
                 "name": file.name,
@@ -130,6 +130,7 @@ def encode(manifest: Manifest) -> bytes:
                         "shape": chunk.box.shape,
                         "start": chunk.start,
                         "checksum": chunk.checksum,
+                        "dtype": chunk.dtype,
                     }
                     for chunk in file.chunks
                 ],
@@ -176,6 +177,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
                 Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"])),
                 chunk["start"],
                 chunk["checksum"],
+                chunk.get("dtype", "F32"),  # version 1 has no other
             )
             for chunk in file["chunks"]
         )

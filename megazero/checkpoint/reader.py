@@ -82,8 +82,15 @@ class Checkpoint:
         """Whether there is a tensor of this kind for the parameter; weights-only checkpoints have no moments."""
         return (kind, name) in self._chunks or (kind == "weight" and name in self.parameters)
 
-    def read(self, kind: str, name: str, box: Rectangle | None = None) -> torch.Tensor:
-        """A box of a global tensor (the whole of it if none is given), float32, on the CPU, of the box's shape."""
+    def dtype_of(self, kind: str, name: str) -> torch.dtype:
+        """What a tensor is stored in; float32 where its chunks are not all of one dtype."""
+        dtypes = {chunk.dtype for chunk in self._chunks.get((kind, name), ())}
+        return files.DTYPES[dtypes.pop()] if len(dtypes) == 1 else torch.float32
+
+    def read(
+        self, kind: str, name: str, box: Rectangle | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """A box of a global tensor (the whole of it if none is given), on the CPU, of the box's shape."""
         if box is None:
             shape = self._shape(name)
             box = Rectangle((0,) * len(shape), shape)
@@ -91,8 +98,8 @@ class Checkpoint:
         if len(sources) == 1 and sources[0][0].box == box:
             whole = self._read_chunk(sources[0][0])
             self._last = None  # it is the caller's now
-            return whole
-        result = torch.empty(box.shape, dtype=torch.float32)
+            return whole.to(dtype)
+        result = torch.empty(box.shape, dtype=dtype)
         for chunk, part in sources:
             result[part.within(box)] = self._read_chunk(chunk)[part.within(chunk.box)]
         return result
@@ -198,7 +205,7 @@ class Checkpoint:
         if self._last is None or self._last[0] is not chunk:
             what = f"{chunk.kind} of {chunk.name}"
             data = self._read_bytes(chunk.file, chunk.start, chunk.size, chunk.checksum, what)
-            self._last = chunk, data.view(torch.float32).reshape(chunk.box.shape)
+            self._last = chunk, data.view(files.DTYPES[chunk.dtype]).reshape(chunk.box.shape)
         return self._last[1]
 
     def _check(self, chunk: manifest.Chunk) -> None:

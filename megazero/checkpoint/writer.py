@@ -30,7 +30,8 @@ MAX_CHUNK_BYTES = 64 * 2**20
 class ChunkData(NamedTuple):
     """A box of a global tensor. ``kind``: weight, exp_avg or exp_avg_sq.
 
-    ``tensor``: float32, of the box's shape, on any device; or a function that makes it when its turn comes.
+    ``tensor``: of ``dtype`` and the box's shape, on any device; or a function that makes it when its turn comes.
+    ``dtype``: what a run trains is float32; of an import it is what the source had.
     """
 
     kind: str
@@ -38,11 +39,17 @@ class ChunkData(NamedTuple):
     box: Rectangle
     global_shape: tuple[int, ...]
     tensor: torch.Tensor | Callable[[], torch.Tensor]
+    dtype: torch.dtype = torch.float32
 
     @property
     def key(self) -> str:
         """Its name in the file."""
         return manifest.chunk_key(self.kind, self.name, self.box)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.dtype.itemsize * self.box.numel
 
 
 AnyChunk = ChunkData | tuple[str, str, Rectangle, Sequence[int], torch.Tensor]
@@ -247,7 +254,7 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _explain(error: OSError, root: Path, setting: str) -> str:
-    full = f"free some, keep fewer checkpoints, or choose another {setting}"
+    full = f"free some, or choose another {setting}"
     reason = {
         errno.ENOSPC: f"no space left on the disk: {full}",
         errno.EDQUOT: f"the disk quota is used up: {full}",
@@ -270,11 +277,10 @@ def _write_rank(
         assert shapes.setdefault(part.name, part.global_shape) == part.global_shape, part.name
         parts.extend(piece for piece in split(part) if piece.box.numel)
     state = sorted(rank_state.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    chunk_entries = [files.Entry(p.key, torch.float32, p.box.shape, p.tensor) for p in parts]
+    chunk_entries = [files.Entry(p.key, p.dtype, p.box.shape, p.tensor) for p in parts]
     state_entries = [files.Entry(f"state/{key}", t.dtype, tuple(t.shape), t) for key, t in state]
     # Every tensor aligned: by falling element size.
-    wide = sum(entry.dtype.itemsize > 4 for entry in state_entries)
-    entries = [*state_entries[:wide], *chunk_entries, *state_entries[wide:]]
+    entries = sorted([*chunk_entries, *state_entries], key=lambda entry: -entry.dtype.itemsize)
     name = f"rank_{rank:05d}.safetensors"
     written = files.write_safetensors(saving / name, entries)
     files.sync_directory(saving)
@@ -283,7 +289,11 @@ def _write_rank(
         name,
         written.size,
         written.header_checksum,
-        tuple(manifest.Chunk(name, p.kind, p.name, p.box, places[p.key].start, places[p.key].checksum) for p in parts),
+        tuple(
+            manifest.Chunk(name, p.kind, p.name, p.box, place.start, place.checksum, files.DTYPE_NAMES[p.dtype])
+            for p in parts
+            for place in [places[p.key]]
+        ),
         tuple(
             manifest.StateTensor(key, files.DTYPE_NAMES[t.dtype], tuple(t.shape), place.start, place.checksum)
             for key, t in state
@@ -348,4 +358,8 @@ def save(
     group: Group | None = None,
 ) -> Path:
     """One checkpoint by itself, outside a run: see ``CheckpointWriter.save``."""
-    return CheckpointWriter(root, group, start_step=step).save(step, chunks, rank_state, meta)
+    return _SingleWriter(root, group, start_step=step).save(step, chunks, rank_state, meta)
+
+
+class _SingleWriter(CheckpointWriter):
+    setting = "directory"

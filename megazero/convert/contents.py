@@ -96,7 +96,7 @@ def _of_megazero(path: str | os.PathLike[str]) -> Contents:
             kind,
             name,
             checkpoint.parameters[name],
-            "float32",
+            str(checkpoint.dtype_of(kind, name)).removeprefix("torch."),
             len(held),
             tuple(dict.fromkeys(held)),
             partial(checkpoint.read, kind, name),

@@ -58,9 +58,13 @@ class DeepSpeedWeights:
         self.notes: tuple[str, ...] = ()
         self.training = self._training()
 
-    def read(self, name: str, box: Rectangle | None = None) -> torch.Tensor:
-        """A box of a global tensor, or the whole of it: float32, on the CPU, the caller's own."""
-        return self._read("weight", name, box or whole_box(self.parameters[name]))
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Float32: a tensor may be put together from files of several dtypes."""
+        return torch.float32
+
+    def read(self, name: str, box: Rectangle | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A box of a global tensor, or the whole of it: on the CPU, the caller's own."""
+        return self._read("weight", name, box or whole_box(self.parameters[name])).to(dtype)
 
     def _read(self, kind: str, name: str, box: Rectangle) -> torch.Tensor:
         source, shape = self._sources[name], self.parameters[name]

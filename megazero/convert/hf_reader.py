@@ -50,8 +50,13 @@ class HFWeights:
         self._tied_head: Stored | None = None
         self._check()
 
-    def read(self, name: str, box: Rectangle | None = None) -> torch.Tensor:
-        """A box of a global tensor (the whole of it if none is given): float32, on the CPU; only it is read.
+    def dtype_of(self, name: str) -> torch.dtype:
+        """As the file has it; float64 is read in float32."""
+        stored = self._tensors[self._sources[name].name].dtype
+        return torch.float32 if stored == torch.float64 else stored
+
+    def read(self, name: str, box: Rectangle | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A box of a global tensor (the whole of it if none is given), on the CPU; only it is read.
 
         May be called from several threads.
         """
@@ -67,7 +72,7 @@ class HFWeights:
             self._compare(value, tuple(slices))
         if source.transposed:
             value = value.t()
-        return value.to(torch.float32).contiguous()
+        return value.to(dtype).contiguous()
 
     def _with_prefix(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
         """The tensors under the names a model with a head has; buffers are left out."""

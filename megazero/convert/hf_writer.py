@@ -185,15 +185,16 @@ class _Reader:
         self._weights, self._own = weights, threading.local()
         self.workers = _WORKERS if isinstance(weights, CheckpointWeights) else 1
 
-    def read(self, name: str, box: Rectangle) -> torch.Tensor:
-        """Zeros for a bias that the model does not have."""
+    def read(self, name: str, box: Rectangle, dtype: torch.dtype) -> torch.Tensor:
+        """In ``dtype`` where it is stored so, else in float32. Zeros for a bias that the model does not have."""
         if name not in self._weights.parameters:
-            return torch.zeros(box.shape)
+            return torch.zeros(box.shape, dtype=dtype)
+        dtype = dtype if self._weights.dtype_of(name) == dtype else torch.float32
         if not isinstance(self._weights, CheckpointWeights):
-            return self._weights.read(name, box)
+            return self._weights.read(name, box, dtype)
         if not hasattr(self._own, "checkpoint"):
             self._own.checkpoint = open_checkpoint(self._weights.checkpoint.path)
-        return self._own.checkpoint.read("weight", name, box)
+        return self._own.checkpoint.read("weight", name, box, dtype)
 
 
 def _pieces(tensor: _Tensor, reader: _Reader, dtype: torch.dtype) -> Iterator[Job[torch.Tensor]]:
@@ -210,12 +211,13 @@ def _rounded(
     name: str, ours: str, box: Rectangle, reader: _Reader, dtype: torch.dtype, into: torch.Tensor | None = None
 ) -> torch.Tensor:
     """A box of ours in the dtype, written to ``into`` where that is given."""
-    value = reader.read(ours, box)
-    largest = torch.stack(torch.aminmax(value)).abs().max()
-    # Also true of nan, and of what rounds to the largest number: only then is each value looked at.
-    if dtype != torch.float32 and not largest <= torch.finfo(dtype).max:
-        if not torch.equal(value.to(dtype).isfinite(), value.isfinite()):
-            raise ConvertError(f"{name} has values up to {largest:.3g}, too large for {dtype}; use bfloat16")
+    value = reader.read(ours, box, dtype)
+    if value.dtype != dtype:
+        largest = torch.stack(torch.aminmax(value)).abs().max()
+        # Also true of nan, and of what rounds to the largest number: only then is each value looked at.
+        if not largest <= torch.finfo(dtype).max:
+            if not torch.equal(value.to(dtype).isfinite(), value.isfinite()):
+                raise ConvertError(f"{name} has values up to {largest:.3g}, too large for {dtype}; use bfloat16")
     return value.to(dtype) if into is None else into.copy_(value)
 
 

@@ -71,28 +71,30 @@ def _contents(weights: Weights) -> tuple[int, dict[str, Any], list[ChunkData]]:
     if isinstance(weights, HFWeights):
         meta["huggingface"] = {"model_type": weights.family.model_type, "tokens": weights.tokens}
     parts = [
-        ChunkData("weight", name, box, shape, partial(weights.read, name, box))
+        ChunkData("weight", name, box, shape, partial(weights.read, name, box, dtype), dtype)
         for name, shape in weights.parameters.items()
+        for dtype in [weights.dtype_of(name)]
         for box in row_runs(Rectangle((0,) * len(shape), shape))
     ]
-    return 0, meta, parts
+    # In the order in which the writer asks for them.
+    return 0, meta, sorted(parts, key=lambda part: -part.dtype.itemsize)
 
 
 @contextlib.contextmanager
 def _made_ahead(parts: list[ChunkData], progress: Progress | None) -> Iterator[Iterator[ChunkData]]:
     """The same chunks, each made ahead of its turn; the writer asks for their tensors in order."""
-    total, done = sum(4 * part.box.numel for part in parts), 0
+    total, done = sum(part.size for part in parts), 0
 
     def take(wanted: ChunkData) -> torch.Tensor:
         nonlocal done
         part, tensor = next(tensors)
         assert part is wanted, (part.key, wanted.key)
-        done += 4 * tensor.numel()
+        done += part.size
         if progress is not None:
             progress(done, total)
         return tensor
 
-    jobs = (Job(4 * part.box.numel, partial(_make, part)) for part in parts)
+    jobs = (Job(part.size, partial(_make, part)) for part in parts)
     with contextlib.closing(ahead(jobs, _WORKERS, _IN_MEMORY)) as tensors:
         yield (part._replace(tensor=partial(take, part)) for part in parts)
 

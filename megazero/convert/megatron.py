@@ -76,13 +76,17 @@ class MegatronWeights:
         self.notes: tuple[str, ...] = ()
         self.training = self._training(common)
 
-    def read(self, name: str, box: Rectangle | None = None) -> torch.Tensor:
-        """A box of a global tensor, or the whole of it: float32, on the CPU, the caller's own."""
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Float32: a tensor may be put together from files of several dtypes."""
+        return torch.float32
+
+    def read(self, name: str, box: Rectangle | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A box of a global tensor, or the whole of it: on the CPU, the caller's own."""
         kind = "master" if "master" in self._tensors else "weight"
-        return self.read_as(kind, name, box or whole_box(self.parameters[name]))
+        return self.read_as(kind, name, box or whole_box(self.parameters[name])).to(dtype)
 
     def read_as(self, kind: str, name: str, box: Rectangle) -> torch.Tensor:
-        """The same of one kind: weight (as the model has it), and if they are there master, exp_avg and exp_avg_sq."""
+        """A box in float32, of one kind: weight (as the model has it), and if they are there master, exp_avg and exp_avg_sq."""
         rows = self._sources[name]
         stored = self._tensors[kind][rows.name]
         result, row, end = torch.empty(box.shape, dtype=torch.float32), box.offsets[0], box.offsets[0] + box.shape[0]

@@ -33,8 +33,12 @@ class Weights(Protocol):
     parameters: dict[str, tuple[int, ...]]
     end_of_text: int | None
 
-    def read(self, name: str, box: Rectangle | None = None) -> torch.Tensor:
-        """A box of a global tensor, or the whole of it: float32, on the CPU, the caller's own."""
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The narrowest of float32, bfloat16 and float16 that a global tensor can be read in as it is stored."""
+        ...
+
+    def read(self, name: str, box: Rectangle | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A box of a global tensor, or the whole of it: on the CPU, the caller's own."""
         ...
 
 
@@ -49,8 +53,11 @@ class CheckpointWeights:
         trained = checkpoint.meta.get("config", {}).get("data", {}).get("eod_id")
         self.end_of_text: int | None = checkpoint.meta.get("eod_id") if trained is None else trained
 
-    def read(self, name: str, box: Rectangle | None = None) -> torch.Tensor:
-        return self.checkpoint.read("weight", name, box)
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.checkpoint.dtype_of("weight", name)
+
+    def read(self, name: str, box: Rectangle | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.checkpoint.read("weight", name, box, dtype)
 
     def verify(self, boxes: Iterable[tuple[str, Rectangle]]) -> None:
         """Checks the bytes of these boxes before any is used; CheckpointError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,23 @@ def test_files_are_plain_safetensors(tmp_path):
     name = "weight/layers.0.attention.q.weight"
     whole = torch.cat([halves[0][f"{name}@0,0"], halves[1][f"{name}@12,0"]])
     assert torch.equal(whole, state["weight", "layers.0.attention.q.weight"])
-    assert manifest["parameters"]["embedding.word.weight"] == {"shape": [53, 24], "dtype": "float32"}
+    assert manifest["parameters"]["embedding.word.weight"] == {"shape": [53, 24]}
+
+
+def test_a_manifest_of_version_1_is_read(tmp_path):
+    """There all chunks are float32, and none says so."""
+    state = states.make_state(2)
+    save_by(tmp_path, 1, state, 2, 1, 1)
+    path = newest(tmp_path) / "manifest.json"
+    body = json.loads(path.read_text())
+    body["version"] = 1
+    for file in body["files"]:
+        for chunk in file["chunks"]:
+            assert chunk.pop("dtype") == "F32"
+    del body["checksum"]
+    rest = json.dumps(body)[1:].encode() + b"\n"
+    path.write_bytes(b'{"checksum": "%08x",\n' % zlib.crc32(rest) + rest)
+    assert_loads(tmp_path, state, 1, 2, 1)
 
 
 def test_replicas_may_be_saved_more_than_once(tmp_path):

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from megazero.config import Config
 from megazero.convert import HFWeights, export, import_checkpoint, open_weights
 from megazero.convert.verify import TOLERANCE, largest_difference
+from megazero.engine import Engine
 from megazero.restore import resolve_model
 from tests.distributed import runs
 
@@ -48,30 +49,53 @@ def test_import_and_export_change_no_bit(name, written, tmp_path):
         assert (tmp_path / "hf" / file).read_bytes() == (source / file).read_bytes()
 
 
-def rank_logits(paths: list[str], tp: int, pp: int) -> list[torch.Tensor]:
-    """This rank's columns of each model's logits (B·S, local vocabulary); nothing where the head is on another."""
+def rank_logits(paths: list[str], tp: int, pp: int, trained: str = "") -> list[torch.Tensor]:
+    """This rank's columns of each model's logits (B·S, local vocabulary); nothing where the head is on another.
+
+    ``trained``: a folder for checkpoints of the models after two steps of training, to which the logits then belong.
+    """
     found = []
-    for path in paths:
+    for number, path in enumerate(paths):
         tree = runs.settings(
-            {"init_from": path}, (tp, pp, 1), parallel={"sequence_parallel": False}, data={"seq_length": 24}
+            {"init_from": path},
+            (tp, pp, 1),
+            parallel={"sequence_parallel": False},
+            data={"seq_length": 24},
+            train={"steps": 2},
+            checkpoint={"dir": f"{trained}/{number}" if trained else None},
         )
         config = resolve_model(Config.from_dict(tree), tp * pp)
-        rank = dist.get_rank()
-        with runs.make_engine(config) as engine, torch.no_grad():
-            stage = engine.stage
-            stage.model.eval()
-            stage.gather()
-            x = TOKENS_BS.flatten()
-            if stage.model.embedding is None:
-                x = torch.empty(TOKENS_BS.numel(), engine.model_config.hidden_size)
-                dist.recv(x, rank - tp)
-            x = stage.model(x, stage.contexts(len(TOKENS_BS)))
-            if stage.model.head is None:
-                dist.send(x, rank + tp)
-            else:
-                runs.make_whole(stage.sharded)
-                found.append(F.linear(x, stage.model.head.weight[: stage.model.head.valid]))
+        with runs.make_engine(config) as engine:
+            if trained:
+                source = runs.TokenSource(engine.model_config.vocab_size, 24)
+                for _ in range(2):
+                    engine.train_batch(source)
+                engine.save(source)
+            found += stage_logits(engine, dist.get_rank(), tp)
     return found
+
+
+@torch.no_grad()
+def stage_logits(engine: Engine, rank: int, tp: int) -> list[torch.Tensor]:
+    stage = engine.stage
+    stage.model.eval()
+    runs.make_whole(stage.sharded)
+    x = TOKENS_BS.flatten()
+    if stage.model.embedding is None:
+        x = torch.empty(TOKENS_BS.numel(), engine.model_config.hidden_size)
+        dist.recv(x, rank - tp)
+    x = stage.model(x, stage.contexts(len(TOKENS_BS)))
+    if stage.model.head is None:
+        dist.send(x, rank + tp)
+        return []
+    return [F.linear(x, stage.model.head.weight[: stage.model.head.valid])]
+
+
+def assert_same_logits(parts: list[list[torch.Tensor]], directories: list[Path]) -> None:
+    for index, directory in enumerate(directories):
+        ours = torch.cat([part[index] for part in parts if part], dim=1).view(*TOKENS_BS.shape, -1)
+        theirs = hub.logits(directory, TOKENS_BS)
+        assert (ours - theirs).abs().max() < TOLERANCE * theirs.abs().max(), directory.name
 
 
 @pytest.mark.parametrize(
@@ -80,8 +104,18 @@ def rank_logits(paths: list[str], tp: int, pp: int) -> list[torch.Tensor]:
     ids=["tp2-pp2", "tp4-pp1", "tp1-pp2"],
 )
 def test_logits_of_every_layout(tp: int, pp: int, names: tuple[str, ...], written, ranks: Callable):
-    parts = ranks(tp * pp, rank_logits, [str(written[name][0]) for name in names], tp, pp, timeout=600)
-    for index, name in enumerate(names):
-        ours = torch.cat([part[index] for part in parts if part], dim=1).view(*TOKENS_BS.shape, -1)
-        theirs = hub.logits(written[name][0], TOKENS_BS)
-        assert (ours - theirs).abs().max() < TOLERANCE * theirs.abs().max(), name
+    directories = [written[name][0] for name in names]
+    parts = ranks(tp * pp, rank_logits, [str(path) for path in directories], tp, pp, timeout=600)
+    assert_same_logits(parts, directories)
+
+
+def test_case_44_what_a_layout_has_trained_is_exported(written, ranks: Callable, tmp_path: Path):
+    """Biases, grouped-query attention, tied and untied heads; 97 rows of a vocabulary that two ranks pad to 104."""
+    names = ("gpt2", "llama-3.2", "qwen2", "qwen2.5-tied", "mistral-v0.3")
+    parts = ranks(4, rank_logits, [str(written[name][0]) for name in names], 2, 2, str(tmp_path), timeout=600)
+    exports = [export(tmp_path / str(number), tmp_path / name) for number, name in enumerate(names)]
+    assert_same_logits(parts, exports)
+    for name, directory in zip(names, exports, strict=True):
+        words = HFWeights(directory).read("embedding.word.weight")
+        before = HFWeights(written[name][0]).read("embedding.word.weight")
+        assert len(words) == 97 and not torch.equal(words, before), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import safetensors.torch
 import torch
 
 from megazero.checkpoint import save
-from megazero.convert import HFWeights, export, import_checkpoint
+from megazero.convert import HFWeights, export, import_checkpoint, open_weights
 from megazero.convert.configs import choose_family
 from megazero.convert.hf_writer import parse_size
 from megazero.errors import ConvertError
@@ -79,6 +80,30 @@ def test_other_dtypes_are_rounded_once(tmp_path):
         stored = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
         assert all(torch.equal(stored[key], tensor.to(dtype)) for key, tensor in original.items())
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == name
+
+
+def test_an_import_keeps_the_dtypes_of_its_source(tmp_path):
+    """Nothing is gained by widening: a bfloat16 model's checkpoint takes the bytes of the model."""
+    dtypes = {"norm": torch.float32, "mlp": torch.float16, "o_proj": torch.float64}
+    original = {
+        name: tensor.to(next((dtype for part, dtype in dtypes.items() if part in name), torch.bfloat16))
+        for name, tensor in safetensors.torch.load_file(LLAMA / "model.safetensors").items()
+    }
+    shutil.copytree(LLAMA, tmp_path / "mixed")
+    safetensors.torch.save_file(original, tmp_path / "mixed" / "model.safetensors")
+    directory = import_checkpoint(tmp_path / "mixed", tmp_path / "ours")
+    weights = open_weights(tmp_path / "ours")
+    layer = "layers.1.{}.weight"
+    kept = [weights.dtype_of(layer.format(part)) for part in ("attention.q", "mlp_norm", "mlp.up", "attention.out")]
+    assert kept == [torch.bfloat16, torch.float32, torch.float16, torch.float32]
+    held = sum(min(tensor.itemsize, 4) * tensor.numel() for tensor in original.values())
+    assert held < (directory / "rank_00000.safetensors").stat().st_size < held + 20_000
+    export(tmp_path / "ours", tmp_path / "wide")
+    wide = safetensors.torch.load_file(tmp_path / "wide" / "model.safetensors")
+    assert all(torch.equal(wide[name], tensor.float()) for name, tensor in original.items())
+    export(tmp_path / "ours", tmp_path / "half", dtype="bfloat16")
+    half = safetensors.torch.load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(half[name], tensor.float().bfloat16()) for name, tensor in original.items())
 
 
 def test_a_value_too_large_for_float16_is_refused(tmp_path):
