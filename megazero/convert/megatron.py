@@ -86,7 +86,7 @@ class MegatronWeights:
         return self.read_as(kind, name, box or whole_box(self.parameters[name])).to(dtype)
 
     def read_as(self, kind: str, name: str, box: Rectangle) -> torch.Tensor:
-        """A box in float32, of one kind: weight (as the model has it), and if they are there master, exp_avg and exp_avg_sq."""
+        """A box in float32: of weight, as the model has it, or where they are there of master, exp_avg, exp_avg_sq."""
         rows = self._sources[name]
         stored = self._tensors[kind][rows.name]
         result, row, end = torch.empty(box.shape, dtype=torch.float32), box.offsets[0], box.offsets[0] + box.shape[0]
