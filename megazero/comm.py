@@ -13,28 +13,30 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
+import torch.distributed._functional_collectives  # registers the operators
 from torch.distributed import ProcessGroup
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_functional_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_functional_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+# The operators, not torch's Python around them: that wraps each result, and imports the compiler at the first one.
+_functional = torch.ops._c10d_functional
 
 
 def all_reduce(x: torch.Tensor, group: ProcessGroup, op: str = "sum") -> torch.Tensor:
     """A new tensor: ``x`` reduced over the group. ``op``: sum or max. Traceable by torch.compile."""
-    return functional.wait_tensor(functional.all_reduce(x, op, group))
+    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), op, group.group_name))
 
 
 def all_gather(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """(n, …) → (n · group size, …): every rank's rows in rank order. Traceable by torch.compile."""
-    return functional.wait_tensor(_functional_all_gather(x.contiguous(), 0, group))
+    gathered = _functional.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return _functional.wait_tensor(gathered)
 
 
 def reduce_scatter(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """(n · group size, …) → (n, …): this rank's rows of the sum. Traceable by torch.compile."""
-    return functional.wait_tensor(_functional_reduce_scatter(x.contiguous(), "sum", 0, group))
+    scattered = _functional.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+    return _functional.wait_tensor(scattered)
 
 
 class Work(Protocol):
