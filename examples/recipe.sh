@@ -8,6 +8,10 @@
 # Arguments of the script go to pretrain/gpt.py, and win over all of these.
 
 gpu_count() {
+    if [ -z "${CUDA_VISIBLE_DEVICES-unset}" ]; then
+        echo 0
+        return
+    fi
     "$PYTHON" -c 'import torch; print(torch.cuda.device_count())'
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests import script_help
 from tests.distributed import harness
 
 # Before torch is imported anywhere. Many processes share few cores; and sums are then the same from run to run.
@@ -24,5 +25,6 @@ def ranks() -> Callable:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the worker processes with the session."""
+    """End the processes that tests share with the session."""
     harness.shutdown()
+    script_help.shutdown()

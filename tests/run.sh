@@ -6,4 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 need_python test torch numpy sentencepiece einops wandb pydantic safetensors yaml rich \
     transformers tokenizers tiktoken pyarrow zstandard tensorboard pytest hypothesis ruff setuptools wheel megatron.core \
     peft accelerate
+# Hundreds of processes will load the same modules: let the first compile them for all.
+unset PYTHONDONTWRITEBYTECODE
 exec "$PYTHON" -m pytest "$@"

@@ -42,7 +42,9 @@ def launch(text: str, script: Path, arguments: Sequence[str]) -> str:
     Raises LaunchError where it failed; what it said is on stderr by then.
     """
     processes, flags = parse_run(text)
-    command = [sys.executable, "-m", "megazero", "launch", "--nproc", str(processes), str(script)]
+    # One process needs no launcher, which takes as long to start as the run itself.
+    launcher = ["-m", "megazero", "launch", "--nproc", str(processes)] if processes > 1 else []
+    command = [sys.executable, *launcher, str(script)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([*command, *arguments, *flags], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:

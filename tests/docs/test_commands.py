@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config import load_config
+from tests.script_help import help_of
 from tools.layout_runs import parse_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,14 +42,6 @@ ALL = [
     for block in blocks(page)
     for words in commands(block)
 ]
-
-
-@functools.cache
-def help_of(script: str, *subcommand: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), *subcommand, "--help"], capture_output=True, text=True, cwd="/", check=True
-    )
-    return done.stdout
 
 
 def check_runs(script: str, arguments: list[str]) -> None:

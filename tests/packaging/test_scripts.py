@@ -2,12 +2,12 @@
 
 import ast
 import importlib.metadata
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.script_help import help_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,13 +29,6 @@ def elsewhere(tmp_path_factory):
     return folder
 
 
-def help_of(command, cwd):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([*map(str, command), "--help"], capture_output=True, text=True, cwd=cwd, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_there_are_scripts():
     names = {str(path.relative_to(ROOT)) for path in scripts()}
     assert {"pretrain/gpt.py", "data/preprocess.py", "data/train_tokenizer.py", "tools/convert_checkpoint.py"} <= names
@@ -43,7 +36,7 @@ def test_there_are_scripts():
 
 @pytest.mark.parametrize("script", list(scripts()), ids=lambda path: str(path.relative_to(ROOT)))
 def test_help_from_another_directory(script, elsewhere):
-    assert "usage" in help_of([sys.executable, script], elsewhere).lower()
+    assert "usage" in help_of(script, directory=elsewhere).lower()
     assert not list(elsewhere.glob("*.*")), "--help left something behind"
 
 
