@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 
 import torch
 from torch import nn
@@ -36,11 +37,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def stage_layers(config: Config, model: ModelConfig) -> list[range]:
-    """Global layer indices of every pipeline stage."""
+    """Global layer indices of every pipeline stage, ``parallel.virtual_pp`` stages per rank."""
     if config.parallel.partition is not None:
         return given_partition(config.parallel.partition, model.num_layers)
     costs = layer_costs(model, config.data.seq_length)
-    return partition_layers(costs.layers, costs.first, costs.last, config.parallel.pp)
+    return partition_layers(costs.layers, costs.first, costs.last, config.parallel.pp * config.parallel.virtual_pp)
+
+
+def rank_layers(config: Config, model: ModelConfig, rank: int) -> list[range]:
+    """Global layer indices of each stage that a pipeline rank holds: chunk c is stage c * pp + rank."""
+    return stage_layers(config, model)[rank :: config.parallel.pp]
 
 
 def describe_stage(
@@ -48,7 +54,7 @@ def describe_stage(
 ) -> tuple[GPT, dict[str, ShardSpec]]:
     """The decoder of one rank on the meta device and the ShardSpec of each of its parameters, without any process."""
     pp, stage = config.parallel.pp, coordinates["pp"]
-    layers = stage_layers(config, model)[stage]
+    layers = chain.from_iterable(rank_layers(config, model, stage))
     with torch.device("meta"):
         decoder = GPT(model, layers, first=stage == 0, last=stage == pp - 1)
     specs = parallelize(decoder, tp, config.parallel.vocab_multiple, model.tie_word_embeddings)
@@ -75,10 +81,10 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
     if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
         apply_compile(decoder)
     leave_meta(decoder, dtype, device)
-    zero = config.zero
+    zero, chunks = config.zero, rank_layers(config, model, topology.coordinates["pp"])
     sharded = ShardedModel(
         decoder,
-        decoder_units(decoder, specs),
+        decoder_units(decoder, specs, chunks),
         data_parallel(topology, zero.mics_shard_size, zero.zero_hpz_partition_size, config.train.timeout),
         zero_settings(config),
         dtypes=dict.fromkeys(specs, dtype),
@@ -87,7 +93,8 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
     )
     install_hooks(sharded)
     contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
-    return DecoderStage(decoder, sharded, contexts, tp, device)
+    splits = config.schedule == "zero_bubble"
+    return DecoderStage(decoder, chunks, sharded, contexts, tp, device, splits)
 
 
 def zero_settings(config: Config) -> ZeroSettings:

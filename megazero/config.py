@@ -28,6 +28,7 @@ from megazero.config_tree import (
 from megazero.errors import ConfigError
 from megazero.layout import Layout
 from megazero.models.config import ModelConfig
+from megazero.pipeline.schedules import ScheduleName
 
 
 class Config(Section):
@@ -87,6 +88,12 @@ class Config(Section):
     def micro_batches(self, dp: int) -> int:
         """Forward passes per step on each process, where ``dp`` copies of the model share the global batch."""
         return self.train.global_batch_size // (self.train.micro_batch_size * dp)
+
+    @property
+    def schedule(self) -> ScheduleName:
+        """``parallel.schedule``, where 1f1b of several stages per rank is interleaved."""
+        chosen, virtual_pp = self.parallel.schedule, self.parallel.virtual_pp
+        return "interleaved" if chosen == "1f1b" and virtual_pp > 1 else chosen
 
     @property
     def sequence_parallel(self) -> bool:

@@ -194,18 +194,29 @@ def _cuts(units: int, tp: int) -> bool:
 
 
 def _pipeline(config: Config) -> Problems:
-    layers, pp, partition = config.model.num_layers, config.parallel.pp, config.parallel.partition
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, virtual_pp, partition = parallel.pp, parallel.virtual_pp, parallel.partition
+    stages, product = pp * virtual_pp, f"parallel.pp = {pp}"
+    if virtual_pp > 1:
+        product = f"parallel.pp x parallel.virtual_pp = {pp} x {virtual_pp} = {stages}"
+    yield from _schedule(config)
     if pp > layers:
         yield (
             "parallel.pp",
             f"{pp} stages are more than model.num_layers = {layers}, and each needs a layer; use at most {layers}",
         )
+    elif stages > layers:
+        yield (
+            "parallel.virtual_pp",
+            f"{product} stages are more than model.num_layers = {layers}, and each needs a layer; "
+            f"use at most {layers // pp}",
+        )
     if partition is None:
         return
-    if len(partition) != pp:
+    if len(partition) != stages:
         yield (
             "parallel.partition",
-            f"has {len(partition)} stages and parallel.pp = {pp}; give one number of layers for each of {pp} stages",
+            f"has {len(partition)} stages and {product}; give one number of layers for each of {stages} stages",
         )
     if min(partition, default=1) < 1:
         yield (
@@ -217,6 +228,38 @@ def _pipeline(config: Config) -> Problems:
             "parallel.partition",
             f"{' + '.join(map(str, partition))} = {sum(partition)} layers and model.num_layers = {layers}; "
             "the sum must be the same",
+        )
+
+
+def _schedule(config: Config) -> Problems:
+    schedule, pp, virtual_pp = config.parallel.schedule, config.parallel.pp, config.parallel.virtual_pp
+    if virtual_pp > 1 and pp == 1:
+        yield (
+            "parallel.virtual_pp",
+            f"{virtual_pp} stages per process have no meaning with parallel.pp = 1, where nobody waits; leave it out",
+        )
+    elif virtual_pp > 1 and schedule in ("gpipe", "zero_bubble"):
+        yield (
+            "parallel.schedule",
+            f"{schedule} has one stage per process and parallel.virtual_pp = {virtual_pp}; use interleaved, or leave "
+            "out parallel.virtual_pp",
+        )
+    elif virtual_pp == 1 and schedule == "interleaved":
+        yield (
+            "parallel.schedule",
+            "interleaved needs parallel.virtual_pp above 1; raise that, or use gpipe or 1f1b",
+        )
+    if schedule == "zero_bubble" and config.train.recompute != "none":
+        yield (
+            "parallel.schedule",
+            f"zero_bubble puts off the matrices' gradients and keeps what they are made of, which train.recompute = "
+            f"{config.train.recompute} is not to keep; use 1f1b, or train.recompute none",
+        )
+    if schedule == "zero_bubble" and config.zero.stage > 1:
+        yield (
+            "parallel.schedule",
+            f"zero_bubble holds whole gradients from one part of a backward to the other, which zero.stage = "
+            f"{config.zero.stage} is not to hold; use 1f1b, or zero.stage 1",
         )
 
 

@@ -73,11 +73,17 @@ class ParallelSection(Section):
     """How the model is cut; world size / (tp x pp) copies of it share the data (dp)."""
 
     tp: int = Field(1, ge=1, description="processes that share each matrix (tensor parallelism)")
-    pp: int = Field(1, ge=1, description="pipeline stages")
-    partition: tuple[int, ...] | None = Field(
-        None, description="transformer layers of each stage, first to last; unset: balanced by cost"
+    pp: int = Field(1, ge=1, description="processes that share the layers (pipeline parallelism)")
+    virtual_pp: int = Field(
+        1, ge=1, description="stages per process of the pipeline, every pp-th one: less idle time, more transfers"
     )
-    schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order of forward and backward in the pipeline")
+    partition: tuple[int, ...] | None = Field(
+        None,
+        description="transformer layers of each of the pp x virtual_pp stages, first to last; unset: balanced by cost",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        "1f1b", description="order of forward and backward in the pipeline; with virtual_pp > 1, 1f1b is interleaved"
+    )
     sequence_parallel: Literal["auto"] | bool = Field(
         "auto", description="cut norms and dropout along the sequence too; auto: where tp > 1 divides the sequence"
     )
@@ -288,3 +294,6 @@ class LogSection(Section):
     jsonl: str | None = Field(None, description="path of a JSON-lines file of metrics; unset: none")
     tensorboard: str | None = Field(None, description="directory of TensorBoard events; unset: none")
     wandb: str | None = Field(None, description="Weights & Biases project; unset: none")
+    timeline: str | None = Field(
+        None, description="directory for the times of every action of logged steps, by pipeline rank; unset: none"
+    )

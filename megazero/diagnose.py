@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -98,16 +100,17 @@ def raise_divergence(step: int, samples: range, finding: Finding | None, topolog
     if topology.layout.world_size > 1:
         findings = [None] * topology.layout.world_size
         dist.all_gather_object(findings, finding)
-    found = [(f, topology.layout.coordinates(rank)["pp"], rank) for rank, f in enumerate(findings) if f]
+    found = [(f, rank) for rank, f in enumerate(findings) if f]
     where = "run again, the same step was finite: suspect the hardware of one of the nodes"
     if found:
-        # Forward flows down the stages, gradients up: the earliest along the way is the cause. Ranks of one stage
+        # Forward flows down the layers, gradients up: the earliest along the way is the cause. Ranks of one stage
         # make the same checks in the same order, and what one of them has wrong reaches the others later.
-        def place(found: tuple[Finding, int, int]) -> tuple[int, int, int, int]:
-            finding, pp, rank = found
-            return finding.phase, pp if finding.phase <= Phase.FORWARD else -pp, finding.order, rank
+        def place(found: tuple[Finding, int]) -> tuple[int, float, int, int]:
+            finding, rank = found
+            depth = _depth(finding.what)
+            return finding.phase, depth if finding.phase <= Phase.FORWARD else -depth, finding.order, rank
 
-        finding, _, rank = min(found, key=place)
+        finding, rank = min(found, key=place)
         coordinates = ", ".join(f"{axis} {c}" for axis, c in topology.layout.coordinates(rank).items())
         where = f"first in {finding.what} on rank {rank} ({coordinates})"
     raise DivergenceError(
@@ -115,3 +118,11 @@ def raise_divergence(step: int, samples: range, finding: Finding | None, topolog
         f"after it. It read samples {samples.start} to {samples.stop - 1}. Lower optimizer.lr, lengthen "
         f"optimizer.warmup_steps, or look at these samples"
     )
+
+
+def _depth(what: str) -> float:
+    """Where in the model a finding is: a rank may hold stages that are far from each other."""
+    layer = re.search(r"\blayers\.(\d+)", what)
+    if layer:
+        return int(layer[1])
+    return -1 if re.search(r"\bembedding\b", what) else math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from megazero.optim.schedule import learning_rate
 from megazero.optim.step import OptimizerStep, StepSums
 from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
 from megazero.pipeline.executor import Executor
-from megazero.pipeline.p2p import Transfers
+from megazero.pipeline.p2p import Transfers, neighbour_groups
 from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
 from megazero.planner.memory import plan
 from megazero.restore import resolve_model
@@ -29,6 +30,7 @@ from megazero.signals import LateFlags, StopRequest
 from megazero.stage import MicroBatch
 from megazero.telemetry.sinks import check_sinks
 from megazero.telemetry.telemetry import Telemetry
+from megazero.telemetry.trace import StepRecorder
 from megazero.topology import Topology
 
 __all__ = ["BatchSource", "Engine", "Metrics", "resolve_model"]
@@ -77,6 +79,8 @@ class Engine:
         self._owns_group = start_process_group(environment, self.device, config.train.timeout)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
+        ring, timeout = config.parallel.virtual_pp > 1, config.train.timeout
+        pairs = neighbour_groups(layout, environment.rank, ring, timeout)  # first: see its note
         precision = config.train.precision
         if precision == "auto":
             precision = "bf16" if self.device.type == "cuda" else "fp32"
@@ -88,7 +92,9 @@ class Engine:
         torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
         self._restored = restore.load_start(start, self)
         self._schedules()
-        self._executor = Executor(self.stage, self._transfers(DTYPES[precision]))
+        self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs))
+        timeline, place = config.log.timeline, self.topology.coordinates
+        self._recorder = StepRecorder(self._executor, timeline, place, self.device, self.step)
         self._stop = StopRequest()
         self._stop_flags = LateFlags(self.device)
         self._logged_step = self.step
@@ -129,23 +135,24 @@ class Engine:
         return self.topology.layout.dp
 
     def _schedules(self) -> None:
-        parallel = self.config.parallel
-        stages, count = parallel.pp, self.config.micro_batches(self.dp_size)
-        train, evaluation = build_schedule(parallel.schedule, stages, count), evaluation_schedule(stages, count)
-        bounds = [activation_bound(parallel.schedule, stages, count, stage) for stage in range(stages)]
-        check_schedule(train, count, bounds)
-        check_evaluation_schedule(evaluation, count)
+        name, stages, chunks = self.config.schedule, self.config.parallel.pp, self.config.parallel.virtual_pp
+        count = self.config.micro_batches(self.dp_size)
+        train = build_schedule(name, stages, count, chunks)
+        evaluation = evaluation_schedule(stages, count, chunks)
+        bounds = [activation_bound(name, stages, count, stage, chunks) for stage in range(stages)]
+        check_schedule(train, count, bounds, chunks)
+        check_evaluation_schedule(evaluation, count, chunks)
         self._train_actions: list[Action] = train[self.topology.coordinates["pp"]]
         self._eval_actions: list[Action] = evaluation[self.topology.coordinates["pp"]]
 
-    def _transfers(self, dtype: torch.dtype) -> Transfers | None:
+    def _transfers(self, dtype: torch.dtype, pairs: Mapping[int, dist.ProcessGroup]) -> Transfers | None:
         layout = self.topology.layout
         if layout.pp == 1:
             return None
         tokens = self.config.train.micro_batch_size * self.config.data.seq_length
         shape = (self.stage.tp.local_tokens(tokens), self.model_config.hidden_size)
         ranks = layout.along(self.topology.rank, "pp")
-        return Transfers(self.topology.group("pp"), ranks, shape, dtype, self.device)
+        return Transfers(self.topology.group("pp"), ranks, shape, dtype, self.device, pairs)
 
     def running(self) -> bool:
         """Whether another step is to be taken; asked by every rank between steps."""
@@ -160,13 +167,15 @@ class Engine:
         """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
         micro_batches = self._read(source, self.consumed_samples)
         lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
-        sums = self._forward_backward(micro_batches, lr)
+        interval = self.config.log.interval
+        is_logged = bool(interval) and ((self.step + 1) % interval == 0 or self.step + 1 == self.config.train.steps)
+        with self._recorder.step(self.step + 1, is_logged):
+            sums = self._forward_backward(micro_batches, lr)
         self.step += 1
         self.consumed_samples += self.config.train.global_batch_size
         self._stop_flags.note(sums.stop)
         self._saves.report()
-        interval = self.config.log.interval
-        if interval and (self.step % interval == 0 or self.step == self.config.train.steps):
+        if is_logged:
             self._log(sums, lr, source)
         return Metrics(self.step, sums.loss, sums.grad_norm, lr)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from megazero.models.context import ContextBuilder
 from megazero.models.gpt import GPT
+from megazero.tensor_parallel.deferred import DeferredWeights, DeferringLinear, make_gradient
 from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.zero.sharded import ShardedModel
 
@@ -17,21 +19,42 @@ MicroBatch = Mapping[str, torch.Tensor]
 
 
 class DecoderStage:
-    """The decoder's layers of one pipeline stage, with their parameters under ZeRO.
+    """The decoder's layers of one pipeline rank, with their parameters under ZeRO.
+
+    ``chunks``: the layers, by global index, that run between one transfer and the next: of one stage or of several.
+    ``splits_backward``: gradients of the layers' matrices are left to ``backward_weight``.
 
     ``loss_weight``: what each token's loss is multiplied by before backward: a number or a scalar tensor.
     """
 
     def __init__(
-        self, model: GPT, sharded: ShardedModel, contexts: ContextBuilder, tp: TensorParallel, device: torch.device
+        self,
+        model: GPT,
+        chunks: Sequence[range],
+        sharded: ShardedModel,
+        contexts: ContextBuilder,
+        tp: TensorParallel,
+        device: torch.device,
+        splits_backward: bool = False,
     ) -> None:
-        self.model, self.sharded, self.tp, self.device = model, sharded, tp, device
+        self.model, self.chunks, self.sharded, self.tp, self.device = model, chunks, sharded, tp, device
         self.contexts = contexts
+        # By unit, the last first; those of an embedding or of the head are none.
+        self._linears = [
+            [
+                linear
+                for module in unit.plan.modules
+                for linear in module.modules()
+                if isinstance(linear, DeferringLinear)
+            ]
+            for unit in reversed(sharded.units)
+        ]
+        self._deferred = DeferredWeights([*chain(*self._linears)]) if splits_backward else None
         self.loss_weight: float | torch.Tensor = 1.0
 
-    def forward(self, micro_batch: MicroBatch, x: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, x: torch.Tensor | None, chunk: int) -> torch.Tensor:
         """Hidden states (T or T/tp, H) of the stage before, None on the first → this stage's; a scalar on the last."""
-        self.sharded.begin_forward()
+        self.sharded.begin_forward(chunk)
         tensors = {name: value.to(self.device, non_blocking=True) for name, value in micro_batch.items()}
         tokens = tensors["tokens"]
         context = self.contexts(
@@ -39,16 +62,36 @@ class DecoderStage:
         )
         if context.dropout_key is not None:
             context = context._replace(dropout_key=self.tp.slice_tokens(context.dropout_key))
-        x = self.model(tokens[:, :-1].flatten() if x is None else x, context)
-        if self.model.head is not None:
+        x = tokens[:, :-1].flatten() if x is None else x
+        if self._deferred is not None and torch.is_grad_enabled():
+            with self._deferred.forward(tokens[:, 1:].numel()):
+                x = self.model(x, context, self.chunks[chunk])
+        else:
+            x = self.model(x, context, self.chunks[chunk])
+        if self.model.head is not None and chunk == len(self.chunks) - 1:
             weights = tensors["weights"].flatten() * self.loss_weight
             x = self.model.head(x, tokens[:, 1:].flatten(), weights)
         self.sharded.end_forward()
         return x
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        self.sharded.begin_backward()
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
+        self.sharded.begin_backward(chunk)
         torch.autograd.backward(output, gradient)
+        self.sharded.finish_backward()
+
+    def backward_input(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
+        self.sharded.begin_backward(chunk, completes=False)
+        torch.autograd.backward(output, gradient)
+        self.sharded.finish_backward()
+
+    def backward_weight(self, chunk: int) -> None:
+        assert self._deferred is not None
+        products = self._deferred.take()
+        self.sharded.begin_backward(chunk)
+        for unit, linears in zip(reversed(range(len(self.sharded.units))), self._linears, strict=True):
+            for linear in linears:
+                make_gradient(linear, products[linear])
+            self.sharded.unit_complete(unit)
         self.sharded.finish_backward()
 
     def gather(self) -> None:

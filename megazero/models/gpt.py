@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import nn
@@ -91,16 +91,21 @@ class GPT(nn.Module):
         self.tie()
         return self
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context, layers: Container[int] | None = None) -> torch.Tensor:
         """Tokens (T,) int64 where this has the embedding, else (T, H) → (T, H), final norm applied where it is here.
 
-        The head is left to the caller: ``model.head(x)``.
+        ``layers``: global indices of those to run; None is all. What stands before the first layer and behind the last
+        one runs with it. The head is left to the caller: ``model.head(x)``.
         """
-        if self.embedding is not None:
+        layers = range(self.config.num_layers) if layers is None else layers
+        if self.embedding is not None and 0 in layers:
             x = self.embedding(x, context)
         for index, layer in self.layers.items():
-            x = layer(x, layer_context(context, int(index)))
-        return x if self.final_norm is None else self.final_norm(x)
+            if int(index) in layers:
+                x = layer(x, layer_context(context, int(index)))
+        if self.final_norm is not None and self.config.num_layers - 1 in layers:
+            x = self.final_norm(x)
+        return x
 
 
 def layer_context(context: Context, index: int) -> Context:

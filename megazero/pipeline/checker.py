@@ -39,11 +39,13 @@ class _RankCheck:
     def __init__(self, rank: int, ranks: int, micro_batches: int, bound: int, chunks: int, training: bool) -> None:
         self.rank, self.ranks, self.micro_batches = rank, ranks, micro_batches
         self.bound, self.chunks, self.training = bound, chunks, training
+        self.split = False  # whether backward is in two parts
         self.done: set[tuple[Kind, int, int]] = set()
         self.counts: dict[tuple[Kind, int], int] = {}
         self.live = 0
 
     def run(self, actions: Sequence[Action]) -> None:
+        self.split = any(action.kind is Kind.BACKWARD_INPUT for action in actions)
         if not actions or actions[0].kind is not Kind.GATHER:
             self._fail(0, "the list must start with gather")
         for index, action in enumerate(actions):
@@ -65,6 +67,11 @@ class _RankCheck:
     def _fail(self, index: int, reason: str) -> None:
         raise ScheduleFault(self.rank, index, reason)
 
+    @property
+    def _last_kind(self) -> Kind:
+        """The computation that is a micro-batch's last in a chunk."""
+        return Kind.BACKWARD_WEIGHT if self.split else Kind.BACKWARD
+
     def _stage(self, chunk: int) -> int:
         return chunk * self.ranks + self.rank
 
@@ -75,7 +82,7 @@ class _RankCheck:
         kinds += [] if first else [Kind.RECV_FORWARD]
         kinds += [] if last else [Kind.SEND_FORWARD]
         if self.training:
-            kinds += [Kind.BACKWARD]
+            kinds += [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if self.split else [Kind.BACKWARD]
             kinds += [] if first else [Kind.SEND_BACKWARD]
             kinds += [] if last else [Kind.RECV_BACKWARD]
         return kinds
@@ -102,7 +109,9 @@ class _RankCheck:
             Kind.SEND_FORWARD: [Kind.FORWARD],
             Kind.RECV_BACKWARD: [Kind.SEND_FORWARD],
             Kind.BACKWARD: [Kind.FORWARD, Kind.RECV_BACKWARD],
-            Kind.SEND_BACKWARD: [Kind.BACKWARD],
+            Kind.BACKWARD_INPUT: [Kind.FORWARD, Kind.RECV_BACKWARD],
+            Kind.BACKWARD_WEIGHT: [Kind.BACKWARD_INPUT],
+            Kind.SEND_BACKWARD: [Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD],
         }
         for kind in needs.get(action.kind, []):
             needed = kind in self._kinds(action.chunk)
@@ -116,7 +125,7 @@ class _RankCheck:
         self.counts[action.kind, action.chunk] = expected + 1
 
     def _check_reduce(self, index: int, action: Action, actions: Sequence[Action]) -> None:
-        backward = action._replace(kind=Kind.BACKWARD)
+        backward = action._replace(kind=self._last_kind)
         if index + 1 >= len(actions) or actions[index + 1] != backward:
             self._fail(index, f"{action} must stand directly before {backward}")
         if action.micro_batch != self.micro_batches - 1:
@@ -125,7 +134,7 @@ class _RankCheck:
     def _check_live(self, index: int, action: Action) -> None:
         if not self.training:
             return
-        self.live += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+        self.live += (action.kind is Kind.FORWARD) - (action.kind is self._last_kind)
         if self.live > self.bound:
             self._fail(
                 index, f"{action}: holds the activations of {self.live} micro-batches, the bound is {self.bound}"

@@ -1,21 +1,28 @@
-"""Obeys a schedule's list of actions on one pipeline stage. Knows no schedule by name."""
+"""Obeys a schedule's list of actions on one pipeline rank. Knows no schedule by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from megazero.pipeline.p2p import Transfers
-from megazero.pipeline.schedules import COMMUNICATION, SENDS, Action, Kind, groups
+from megazero.pipeline.p2p import Receipt, Transfers
+from megazero.pipeline.schedules import BROUGHT_BY, COMMUNICATION, SENDS, Action, Kind, Pass, groups
+
+Trace = Callable[[Action], AbstractContextManager]
+"""Entered around every action as the host takes it: a transfer's issue, together with the rest of its batch; once more
+around the wait for a received tensor; everything else once. Nesting is by batch, in list order."""
+
+_UNTRACED = nullcontext()
 
 
 class Stage(Protocol):
-    """What the executor drives: one stage's share of the model."""
+    """What the executor drives: one rank's share of the model, in one chunk or several."""
 
-    def forward(self, micro_batch: Any, x: torch.Tensor | None) -> torch.Tensor:
-        """Previous stage's output (None on the first) → this stage's, or the loss on the last: a scalar."""
+    def forward(self, micro_batch: Any, x: torch.Tensor | None, chunk: int) -> torch.Tensor:
+        """Previous stage's output (None on the first) → this chunk's, or the loss on the last stage: a scalar."""
         ...
 
     def gather(self) -> None:
@@ -23,19 +30,27 @@ class Stage(Protocol):
         ...
 
     def reduce(self) -> None:
-        """The next backward completes the gradients."""
+        """The next backward completes the gradients of its chunk."""
         ...
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
         """The gradient of what a forward returned (None for the loss) → those of its input and of the parameters."""
+        ...
+
+    def backward_input(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
+        """As ``backward``, but gradients of parameters may be left to ``backward_weight``."""
+        ...
+
+    def backward_weight(self, chunk: int) -> None:
+        """What the first ``backward_input`` of the chunk that this has not yet been called for has left."""
         ...
 
 
 class Executor:
-    """Runs action lists; ``transfers`` is None where the pipeline has one stage."""
+    """Runs action lists; ``transfers`` is None where the pipeline has one stage. ``trace`` may be set between steps."""
 
-    def __init__(self, stage: Stage, transfers: Transfers | None) -> None:
-        self.stage, self.transfers = stage, transfers
+    def __init__(self, stage: Stage, transfers: Transfers | None, trace: Trace | None = None) -> None:
+        self.stage, self.transfers, self.trace = stage, transfers, trace
 
     def run(
         self, actions: Sequence[Action], micro_batches: Sequence[Any], on_loss: Callable[[torch.Tensor], None]
@@ -45,71 +60,94 @@ class Executor:
 
 
 class _Run:
-    """The tensors of one step that wait for their next action, by micro-batch."""
+    """The tensors of one step that wait for their next action, by micro-batch and chunk."""
 
     def __init__(
         self, executor: Executor, micro_batches: Sequence[Any], on_loss: Callable[[torch.Tensor], None]
     ) -> None:
-        self.stage, self.transfers = executor.stage, executor.transfers
+        self.stage, self.transfers, self.trace = executor.stage, executor.transfers, executor.trace
         self.micro_batches, self.on_loss = micro_batches, on_loss
-        self.inputs: dict[int, torch.Tensor] = {}
-        self.outputs: dict[int, torch.Tensor] = {}
-        self.gradients: dict[int, torch.Tensor] = {}  # of outputs when received, of inputs when to be sent
+        self.receipts: dict[tuple[Kind, Pass], tuple[Action, Receipt]] = {}
+        self.inputs: dict[Pass, torch.Tensor] = {}
+        self.outputs: dict[Pass, torch.Tensor] = {}
+        self.input_gradients: dict[Pass, torch.Tensor] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
-        training = any(action.kind is Kind.BACKWARD for action in actions)
+        training = any(action.kind is Kind.REDUCE for action in actions)
         with torch.set_grad_enabled(training):
             for _, group in groups(actions):
-                self._take(group, training)
+                if group[0].kind in COMMUNICATION:
+                    with self._traced(group):
+                        self._communicate(group, training)
+                else:
+                    self._take(group[0], training)
         if self.transfers is not None:
             self.transfers.drain()
 
-    def _take(self, group: Sequence[Action], training: bool) -> None:
-        action = group[0]
-        if action.kind in COMMUNICATION:
-            self._communicate(group, training)
-        elif action.kind is Kind.GATHER:
-            self.stage.gather()
-        elif action.kind is Kind.REDUCE:
-            self.stage.reduce()
-        elif action.kind is Kind.FORWARD:
-            self._forward(action.micro_batch, training)
-        else:
-            self._backward(action.micro_batch)
+    def _traced(self, actions: Sequence[Action]) -> AbstractContextManager:
+        if self.trace is None:
+            return _UNTRACED
+        stack = ExitStack()
+        for action in actions:
+            stack.enter_context(self.trace(action))
+        return stack
 
-    def _forward(self, index: int, training: bool) -> None:
-        output = self.stage.forward(self.micro_batches[index], self.inputs.get(index))
+    def _take(self, action: Action, training: bool) -> None:
+        received = self._received(BROUGHT_BY[action.kind], action) if action.kind in BROUGHT_BY else None
+        with self._traced((action,)):
+            if action.kind is Kind.GATHER:
+                self.stage.gather()
+            elif action.kind is Kind.REDUCE:
+                self.stage.reduce()
+            elif action.kind is Kind.FORWARD:
+                self._forward(action, received, training)
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                self.stage.backward_weight(action.chunk)
+            else:
+                self._backward(action, received)
+
+    def _received(self, kind: Kind, action: Action) -> torch.Tensor | None:
+        """What a transfer has brought for a computation; None where there is none."""
+        receive, receipt = self.receipts.pop((kind, _pass_of(action)), (None, None))
+        if receive is None:
+            return None
+        assert self.transfers is not None
+        with self._traced((receive,)):
+            return self.transfers.wait(receipt)
+
+    def _forward(self, action: Action, x: torch.Tensor | None, training: bool) -> None:
+        key = _pass_of(action)
+        if x is not None and training:
+            self.inputs[key] = x.requires_grad_()
+        output = self.stage.forward(self.micro_batches[action.micro_batch], x, action.chunk)
         if output.dim() == 0:
             self.on_loss(output.detach())
-        self.outputs[index] = output
-        if not training:
-            self.inputs.pop(index, None)
-            if output.dim() == 0:
-                del self.outputs[index]
+        if training or output.dim():
+            self.outputs[key] = output
 
-    def _backward(self, index: int) -> None:
-        output = self.outputs.pop(index)
-        self.stage.backward(output, self.gradients.pop(index, None))
-        x = self.inputs.pop(index, None)
+    def _backward(self, action: Action, gradient: torch.Tensor | None) -> None:
+        key = _pass_of(action)
+        backward = self.stage.backward if action.kind is Kind.BACKWARD else self.stage.backward_input
+        backward(self.outputs.pop(key), gradient, action.chunk)
+        x = self.inputs.pop(key, None)
         if x is not None:
             assert x.grad is not None
-            self.gradients[index] = x.grad
+            self.input_gradients[key] = x.grad
 
-    def _communicate(self, group: Sequence[Action], training: bool) -> None:
+    def _communicate(self, batch: Sequence[Action], training: bool) -> None:
         assert self.transfers is not None
-        sends, receives = [], []
-        for action in group:
-            if action.kind in SENDS:
-                forward = action.kind is Kind.SEND_FORWARD
-                tensor = self.outputs[action.micro_batch] if forward else self.gradients.pop(action.micro_batch)
-                sends.append((tensor, action.peer))
-                if forward and not training:
-                    del self.outputs[action.micro_batch]
-            else:
-                receives.append(action)
-        received = self.transfers.exchange(sends, [action.peer for action in receives])
-        for action, tensor in zip(receives, received, strict=True):
-            if action.kind is Kind.RECV_FORWARD:
-                self.inputs[action.micro_batch] = tensor.requires_grad_(training)
-            else:
-                self.gradients[action.micro_batch] = tensor
+        sends = [self._to_send(action, training) for action in batch if action.kind in SENDS]
+        receives = [action for action in batch if action.kind not in SENDS]
+        receipts = self.transfers.issue(batch[0].peer, sends, len(receives))
+        for action, receipt in zip(receives, receipts, strict=True):
+            self.receipts[action.kind, _pass_of(action)] = action, receipt
+
+    def _to_send(self, action: Action, training: bool) -> torch.Tensor:
+        key = _pass_of(action)
+        if action.kind is Kind.SEND_BACKWARD:
+            return self.input_gradients.pop(key)
+        return self.outputs[key] if training else self.outputs.pop(key)
+
+
+def _pass_of(action: Action) -> Pass:
+    return action.micro_batch, action.chunk

@@ -1,21 +1,67 @@
-"""Transfers between neighbouring pipeline stages: batched, of shapes known from the config."""
+"""Transfers between neighbouring pipeline ranks: batched by peer, of shapes known from the config.
+
+[Note: lifetime of transferred tensors]
+A transfer reads or writes its tensor until it completes, and the allocator must not give the memory to others before
+that. Batches with one peer complete in order, so that what waits for one comes after all before it: only then, or when
+the step ends, are the tensors let go of that these have sent. What is received into was free on the compute stream, and
+a batch starts after what is on that stream when it is issued; it is read only by what comes after the wait. On a GPU a
+wait orders streams, and the host goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megazero.layout import Layout
+
+
+def neighbour_groups(layout: Layout, rank: int, ring: bool, timeout: float) -> dict[int, ProcessGroup]:
+    """By pipeline rank, a group with each that ``rank`` exchanges tensors with; none are needed where there are two.
+
+    All ranks call it before any makes a group that others do not. ``ring``: the last exchanges with the first, too.
+    ``timeout``: seconds that a transfer waits for its peer.
+
+    [Note: groups that only their members make] torch names such a group by how many groups a member has, so these must
+    be as many on each of them. In a round every rank therefore makes one, with a neighbour or with itself alone: a
+    handful on each rank, however many ranks there are.
+    """
+    if layout.pp <= 2:
+        return {}
+    groups, own = {}, layout.coordinates(rank)["pp"]
+    for pairs in _rounds(layout.pp, ring):
+        pair = next((pair for pair in pairs if own in pair), (own,))
+        ranks = sorted(layout.along(rank, "pp", pair))
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+        groups |= {peer: group for peer in pair if peer != own}
+    return groups
+
+
+def _rounds(ranks: int, ring: bool) -> list[list[tuple[int, int]]]:
+    """Neighbours along a pipeline in rounds, in each of which a rank has one of them at most."""
+    rounds = [[(first, first + 1) for first in range(start, ranks - 1, 2)] for start in (0, 1)]
+    if ring:
+        last = [(0, ranks - 1)]
+        rounds = [*rounds, last] if ranks % 2 else [rounds[0], rounds[1] + last]
+    return rounds
+
+
+class Receipt(NamedTuple):
+    """A tensor that is being received: the ``batch``-th one with rank ``peer`` brings it."""
+
+    tensor: torch.Tensor
+    peer: int
+    batch: int
+
 
 class Transfers:
-    """Issues one batch of sends and receives at a time, and keeps sent tensors alive until they are gone.
-
-    [Note: lifetime of sent activations]
-    A send reads its tensor until it completes. Sends of a batch are waited for when the next batch is issued,
-    by when the peer has long received; until then ``_sent`` holds the tensors.
-    """
+    """Issues batches of transfers, each with one peer, and waits for them where a tensor is wanted."""
 
     def __init__(
         self,
@@ -24,41 +70,48 @@ class Transfers:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        pairs: Mapping[int, ProcessGroup] | None = None,
     ) -> None:
-        """``ranks``: global rank of each stage; ``shape``: (T or T/tp, H) of every transfer."""
-        self.group, self.ranks = group, ranks
+        """``ranks``: global rank of each pipeline rank; ``shape``: (T or T/tp, H) of every transfer. ``pairs``: for
+        each peer a group of the two, so that transfers with it wait for those with no other; else all use ``group``."""
+        self.group, self.ranks, self.pairs = group, ranks, pairs or {}
         self.shape, self.dtype, self.device = shape, dtype, device
-        self._sent: list[tuple[torch.Tensor, dist.Work]] = []
+        self._under_way: dict[int, deque[tuple[list[dist.Work], list[torch.Tensor]]]] = defaultdict(deque)
+        self._waited: Counter[int] = Counter()
+
+    def issue(self, peer: int, sends: Sequence[torch.Tensor], receives: int) -> list[Receipt]:
+        """Start one batch: send these tensors to a pipeline rank and receive as many as ``receives`` from it."""
+        group, rank = self.pairs.get(peer, self.group), self.ranks[peer]
+        sent = [tensor.detach().contiguous() for tensor in sends]
+        received = [torch.empty(self.shape, dtype=self.dtype, device=self.device) for _ in range(receives)]
+        operations = [dist.P2POp(dist.isend, tensor, rank, group) for tensor in sent]
+        operations += [dist.P2POp(dist.irecv, tensor, rank, group) for tensor in received]
+        self._under_way[peer].append((dist.batch_isend_irecv(operations), sent))
+        batch = self._waited[peer] + len(self._under_way[peer])
+        return [Receipt(tensor, peer, batch) for tensor in received]
+
+    def wait(self, receipt: Receipt) -> torch.Tensor:
+        """The received tensor; what follows on the current stream sees its values."""
+        while self._waited[receipt.peer] < receipt.batch:
+            self._wait_for_first(receipt.peer)
+        return receipt.tensor
+
+    def _wait_for_first(self, peer: int) -> None:
+        works, _ = self._under_way[peer][0]
+        for work in works:
+            work.wait()
+        self._under_way[peer].popleft()
+        self._waited[peer] += 1
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[int]) -> list[torch.Tensor]:
-        """Send each (tensor, stage) and receive one tensor from each stage of ``receives``; returns the received.
-
-        What follows on the current stream sees the received values.
-        """
-        received = [torch.empty(self.shape, dtype=self.dtype, device=self.device) for _ in receives]
-        tensors = [tensor.detach().contiguous() for tensor, _ in sends]
-        operations = [
-            dist.P2POp(dist.isend, tensor, self.ranks[stage], self.group)
-            for tensor, (_, stage) in zip(tensors, sends, strict=True)
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, buffer, self.ranks[stage], self.group)
-            for buffer, stage in zip(received, receives, strict=True)
-        ]
-        works = dist.batch_isend_irecv(operations)
-        self.drain()
-        if len(works) < len(operations):  # NCCL: one work for the whole batch
-            self._sent = [(tensor, works[0]) for tensor in tensors]
-            if received:
-                works[0].wait()
-        else:
-            self._sent = list(zip(tensors, works[: len(tensors)], strict=True))
-            for work in works[len(tensors) :]:
-                work.wait()
-        return received
+        """Send each (tensor, pipeline rank), one by one; receive one tensor from each of ``receives``, and wait."""
+        for tensor, peer in sends:
+            self.issue(peer, [tensor], 0)
+        receipts = [self.issue(peer, [], 1)[0] for peer in receives]
+        return [self.wait(receipt) for receipt in receipts]
 
     def drain(self) -> None:
-        """Order what follows after every send."""
-        for _, work in self._sent:
-            work.wait()
-        self._sent.clear()
+        """Order what follows after every transfer."""
+        for peer, batches in self._under_way.items():
+            while batches:
+                self._wait_for_first(peer)

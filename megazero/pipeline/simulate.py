@@ -1,7 +1,8 @@
 """Run a schedule's lists on paper: who waits for whom, and when every action starts and ends.
 
-Rendezvous semantics, stricter than NCCL's: a batch completes only when the matching transfers of all its
-members have been posted by their peers, and a rank does nothing else until then.
+Every rank has a clock of its computations and, beside it, a stream of transfers per peer, which carries out the batches
+with that peer in order. Rendezvous semantics, stricter than NCCL's: a batch starts once it is issued and the one before
+it has ended, and ends only when the peer has started what matches its members.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megazero.pipeline.schedules import COMMUNICATION, SENDS, Action, Kind, Schedule, ScheduleFault, groups
+from megazero.pipeline.schedules import BROUGHT_BY, COMMUNICATION, SENDS, Action, Kind, Schedule, ScheduleFault, groups
 
 Cost = Callable[[int, Action], float]
 """(rank, action) → seconds, or any unit; a batch takes as long as its longest transfer."""
@@ -24,7 +25,7 @@ _COUNTERPART = {
 
 
 class Span(NamedTuple):
-    """When one action of a rank's list ran: ``start`` (for a transfer, when it was posted) and ``end``."""
+    """When one action of a rank's list ran: ``start`` (of a transfer, when its batch's turn had come) and ``end``."""
 
     action: Action
     start: float
@@ -39,7 +40,7 @@ class Timeline(NamedTuple):
     @property
     def duration(self) -> float:
         """From 0 to the end of the last action of any rank."""
-        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+        return max((span.end for spans in self.ranks for span in spans), default=0.0)
 
     def idle_fraction(self, rank: int) -> float:
         """The share of the whole duration in which the rank computes nothing."""
@@ -53,69 +54,126 @@ class Timeline(NamedTuple):
 
 
 class _Post(NamedTuple):
-    """One posted transfer: its place in the rank's list, and when its batch was posted."""
+    """One transfer under way: its place in the rank's list, and when its batch started."""
 
     index: int
     action: Action
     time: float
 
 
+class _Stream:
+    """A rank's batches with one peer: (index, actions, when issued) of those to come, the first one under way where
+    ``matches`` is not empty: the places of its members' counterparts among what the peer has started.
+
+    ``time``: when the one under way started, or the last one ended.
+    """
+
+    def __init__(self) -> None:
+        self.batches: deque[tuple[int, Sequence[Action], float]] = deque()
+        self.matches: list[tuple[_Key, int]] = []
+        self.time = 0.0
+
+
+class _Rank:
+    """How far one rank is: in its computations, and with each peer."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.groups = list(groups(actions))
+        self.place, self.clock = 0, 0.0
+        self.streams: dict[int | None, _Stream] = defaultdict(_Stream)
+        self.receives = {(a.kind, a.micro_batch, a.chunk) for a in actions if a.kind in COMMUNICATION - SENDS}
+        self.arrived: dict[tuple[Kind, int | None, int], float] = {}
+        self.spans: list[Span | None] = [None] * len(actions)
+
+    @property
+    def waiting(self) -> list[_Stream]:
+        return [stream for stream in self.streams.values() if stream.batches]
+
+    @property
+    def done(self) -> bool:
+        return self.place == len(self.groups) and not self.waiting
+
+
+_Key = tuple[int, int, bool]
+"""(from, to, is a send): transfers carry no tag, so the k-th send meets the k-th receive."""
+
+
 class _Simulation:
-    """State of a run: per rank a place in its list and a clock; per (from, to, direction) what was posted."""
+    """State of a run: each rank's, and what was started of each kind between each two."""
 
     def __init__(self, schedule: Schedule, cost: Cost) -> None:
         self.schedule, self.cost = schedule, cost
-        self.groups = [list(groups(actions)) for actions in schedule]
-        self.place = [0] * len(schedule)
-        self.clock = [0.0] * len(schedule)
-        self.spans: list[list[Span]] = [[] for _ in schedule]
-        # posts[owner, peer, is_send]: transfers carry no tag, so the k-th send meets the k-th receive.
-        self.posts: dict[tuple[int, int, bool], list[_Post]] = defaultdict(list)
-        self.pending: list[list[tuple[tuple[int, int, bool], int]] | None] = [None] * len(schedule)
+        self.ranks = [_Rank(actions) for actions in schedule]
+        self.posts: dict[_Key, list[_Post]] = defaultdict(list)
 
     def run(self) -> None:
         ready = deque(range(len(self.schedule)))
         while ready:
             ready.extend(self._advance(ready.popleft()))
-        stuck = [r for r in range(len(self.schedule)) if self.place[r] < len(self.groups[r])]
+        stuck = [number for number, rank in enumerate(self.ranks) if not rank.done]
         if stuck:
-            lines = [f"rank {r} at action {self._unmet(r)[0]} ({self._unmet(r)[1]})" for r in stuck]
-            index, action = self._unmet(stuck[0])
+            waits = {number: self._unmet(number) for number in stuck}
+            lines = [f"rank {number} at action {index} ({action})" for number, (index, action) in waits.items()]
+            index, action = waits[stuck[0]]
             raise ScheduleFault(stuck[0], index, f"deadlock: {action} is never met; waiting: {'; '.join(lines)}")
 
-    def _advance(self, rank: int) -> set[int]:
-        """Run ``rank`` until it waits or ends; returns the ranks that its new posts may have freed."""
-        touched: set[int] = set()
-        while self.place[rank] < len(self.groups[rank]):
-            index, actions = self.groups[rank][self.place[rank]]
-            if actions[0].kind not in COMMUNICATION:
-                end = self.clock[rank] + self.cost(rank, actions[0])
-                self.spans[rank].append(Span(actions[0], self.clock[rank], end))
-            else:
-                if self.pending[rank] is None:
-                    self._post(rank, index, actions)
-                    touched.update(a.peer for a in actions if a.peer is not None)
-                met = self._met(rank)
-                if met is None:
+    def _advance(self, number: int) -> set[int]:
+        """Run a rank until it waits or ends; returns the ranks that what it started may have freed."""
+        rank, touched = self.ranks[number], set()
+        moved = True
+        while moved:
+            for stream in rank.waiting:
+                self._transfer(number, stream, touched)
+            moved = False
+            while rank.place < len(rank.groups):
+                index, actions = rank.groups[rank.place]
+                if actions[0].kind in COMMUNICATION:
+                    rank.streams[actions[0].peer].batches.append((index, actions, rank.clock))
+                elif not self._compute(number, index, actions[0]):
                     break
-                end = max(met, self.clock[rank]) + max(self.cost(rank, a) for a in actions)
-                self.spans[rank].extend(Span(a, self.clock[rank], end) for a in actions)
-                self.pending[rank] = None
-            self.clock[rank] = end
-            self.place[rank] += 1
+                rank.place, moved = rank.place + 1, True
         return touched
 
-    def _post(self, rank: int, index: int, actions: Sequence[Action]) -> None:
-        pending = []
+    def _compute(self, number: int, index: int, action: Action) -> bool:
+        """Whether the action's input is there, so that it is done."""
+        rank, kind = self.ranks[number], BROUGHT_BY.get(action.kind)
+        if kind is not None and (needed := (kind, action.micro_batch, action.chunk)) in rank.receives:
+            if needed not in rank.arrived:
+                return False
+            rank.clock = max(rank.clock, rank.arrived[needed])
+        start, rank.clock = rank.clock, rank.clock + self.cost(number, action)
+        rank.spans[index] = Span(action, start, rank.clock)
+        return True
+
+    def _transfer(self, number: int, stream: _Stream, touched: set[int]) -> None:
+        """Start and end batches as far as the peer is."""
+        rank = self.ranks[number]
+        while stream.batches:
+            index, actions, issued = stream.batches[0]
+            if not stream.matches:
+                stream.time = max(stream.time, issued)
+                self._start(number, stream, index, actions)
+                touched.add(actions[0].peer)
+            if any(position >= len(self.posts[key]) for key, position in stream.matches):
+                return
+            started = max(self.posts[key][position].time for key, position in stream.matches)
+            end = max(started, stream.time) + max(self.cost(number, a) for a in actions)
+            for offset, action in enumerate(actions):
+                rank.spans[index + offset] = Span(action, stream.time, end)
+                rank.arrived[action.kind, action.micro_batch, action.chunk] = end
+            stream.batches.popleft()
+            stream.matches, stream.time = [], end
+
+    def _start(self, number: int, stream: _Stream, index: int, actions: Sequence[Action]) -> None:
         for offset, action in enumerate(actions):
-            if action.peer is None or not 0 <= action.peer < len(self.schedule) or action.peer == rank:
-                raise ScheduleFault(rank, index + offset, f"{action}: there is no such peer")
+            peer = action.peer
+            if peer is None or not 0 <= peer < len(self.schedule) or peer == number:
+                raise ScheduleFault(number, index + offset, f"{action}: there is no such peer")
             is_send = action.kind in SENDS
-            queue = self.posts[rank, action.peer, is_send]
-            queue.append(_Post(index + offset, action, self.clock[rank]))
-            pending.append(((action.peer, rank, not is_send), len(queue) - 1))
-            self._compare(rank, queue[-1], self.posts[action.peer, rank, not is_send], len(queue) - 1)
-        self.pending[rank] = pending
+            queue = self.posts[number, peer, is_send]
+            queue.append(_Post(index + offset, action, stream.time))
+            stream.matches.append(((peer, number, not is_send), len(queue) - 1))
+            self._compare(number, queue[-1], self.posts[peer, number, not is_send], len(queue) - 1)
 
     def _compare(self, rank: int, post: _Post, counterparts: list[_Post], position: int) -> None:
         if position >= len(counterparts):
@@ -132,21 +190,19 @@ class _Simulation:
         stage = action.chunk * len(self.schedule) + rank
         return stage - (action.kind in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD))
 
-    def _met(self, rank: int) -> float | None:
-        """When the last counterpart of the rank's batch was posted, or None where one is still missing."""
-        times = []
-        for key, position in self.pending[rank] or ():
-            if position >= len(self.posts[key]):
-                return None
-            times.append(self.posts[key][position].time)
-        return max(times)
-
-    def _unmet(self, rank: int) -> tuple[int, Action]:
-        index, actions = self.groups[rank][self.place[rank]]
-        for offset, (key, position) in enumerate(self.pending[rank] or ()):
-            if position >= len(self.posts[key]):
-                return index + offset, actions[offset]
-        raise AssertionError("a rank that waits has a transfer that is not met")
+    def _unmet(self, number: int) -> tuple[int, Action]:
+        """The first transfer that a rank waits for, or the computation whose input no transfer brings."""
+        rank = self.ranks[number]
+        unmet = [
+            (stream.batches[0][0] + offset, stream.batches[0][1][offset])
+            for stream in rank.waiting
+            for offset, (key, position) in enumerate(stream.matches)
+            if position >= len(self.posts[key])
+        ]
+        if unmet:
+            return min(unmet)
+        index, actions = rank.groups[rank.place]
+        return index, actions[0]
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
@@ -157,10 +213,16 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     """
     simulation = _Simulation(schedule, cost)
     simulation.run()
-    return Timeline(simulation.spans)
+    return Timeline([[span for span in rank.spans if span is not None] for rank in simulation.ranks])
 
 
-def compute_cost(forward: float, backward: float) -> Cost:
-    """The cost of equal stages whose transfers take no time."""
-    durations = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+def compute_cost(forward: float, backward: float, weight: float = 0.0) -> Cost:
+    """The cost of equal stages whose transfers take no time. ``weight``: of the weights' part of a backward in two
+    parts, ``backward`` is then that of the other one."""
+    durations = {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: backward,
+        Kind.BACKWARD_INPUT: backward,
+        Kind.BACKWARD_WEIGHT: weight,
+    }
     return lambda rank, action: durations.get(action.kind, 0.0)

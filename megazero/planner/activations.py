@@ -206,6 +206,13 @@ def _selective(model: ModelConfig, size: Sizes, kernel: Kernels, documents: bool
     return kept + size.residual * element
 
 
+def deferred_bytes(size: Sizes, kernel: Kernels) -> int:
+    """What one layer keeps of a micro-batch from the first part of its backward to the second, where it has two: what
+    its four matrices multiply, and the gradients of the products."""
+    products = 4 * size.hidden + size.qkv + size.query + size.inner + size.ffn
+    return size.tokens * products * kernel.element
+
+
 def loss_kept_bytes(size: Sizes, kernel: Kernels) -> int:
     """What the loss keeps for backward: the gradients of its hidden states and of its weight, in place of logits."""
     return (size.residual + size.vocab * size.hidden) * kernel.element

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megazero.build import stage_layers, zero_settings
+from megazero.build import rank_layers, zero_settings
 from megazero.config import Config
 from megazero.layout import Layout
 from megazero.models.config import ModelConfig
-from megazero.pipeline.schedules import activation_bound
-from megazero.planner.activations import Kernels, kernels, sizes, stage_activation_bytes
+from megazero.pipeline.schedules import activation_bound, backward_order, forward_order
+from megazero.planner.activations import Kernels, deferred_bytes, kernels, sizes, stage_activation_bytes
 from megazero.planner.buffers import (
     bucket_elements,
     gathered_elements,
@@ -31,18 +31,20 @@ from megazero.planner.model_state import BYTES, Buffer, ModelState, StageBuffers
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on one rank. ``activations`` and ``buffers``: the most there is of each at any moment of a step; ``peak``:
-    the most of everything at one moment, which is less than the sum."""
+    the most of everything at one moment, which is less than the sum. ``micro_batch``: activations of one micro-batch in
+    each of the rank's chunks."""
 
     rank: int
     state: ModelState
     activations: int
     buffers: int
     peak: int
+    micro_batch: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """``stages``: the first rank of every pipeline stage; all ranks of a stage need the same."""
+    """``stages``: the first rank at every place along pp; all ranks at one place need the same."""
 
     layout: Layout
     stages: tuple[RankMemory, ...]
@@ -100,9 +102,10 @@ def rank_memory(config: Config, model: ModelConfig, layout: Layout, rank: int, *
     return RankMemory(
         rank,
         state,
-        step.alive * step.activations,
+        step.most_activations,
         max(moment.buffers for moment in moments),
         state.total - step.gradients + max(map(sum, moments)),
+        tuple(step.activations),
     )
 
 
@@ -115,22 +118,55 @@ class _Moment(NamedTuple):
 
 
 class _Step:
-    """One pipeline stage's step. ``alive``: micro-batches whose activations it holds at most; ``activations``: of one;
+    """One pipeline rank's step. ``activations``: bytes of one micro-batch in each of its chunks; ``most_activations``:
+    of all that it holds at once; ``deferred``: what is left of one after the first of two parts of its backward;
     ``gradients``: bytes of the storages when all are there."""
 
     def __init__(
-        self, config: Config, model: ModelConfig, layout: Layout, stage: int, kernel: Kernels, buffers: StageBuffers
+        self, config: Config, model: ModelConfig, layout: Layout, rank: int, kernel: Kernels, buffers: StageBuffers
     ) -> None:
         self.config, self.model, self.kernel, self.buffers = config, model, kernel, buffers
-        self.dp, self.last = layout.dp, stage == layout.pp - 1
+        self.dp, self.last = layout.dp, rank == layout.pp - 1
         self.size = sizes(config, model)
-        layers = len(stage_layers(config, model)[stage])
-        self.activations = stage_activation_bytes(config, model, kernel, layers, stage == 0, self.last)
-        micro_batches = config.micro_batches(layout.dp)
-        self.alive = activation_bound(config.parallel.schedule, layout.pp, micro_batches, stage)
+        chunks = rank_layers(config, model, rank)
+        self.chunks = range(len(chunks))
+        self.activations = [
+            stage_activation_bytes(
+                config, model, kernel, len(layers), rank == 0 and i == 0, self.last and i == self.chunks[-1]
+            )
+            for i, layers in enumerate(chunks)
+        ]
+        splits = config.schedule == "zero_bubble"
+        self.deferred = len(chunks[0]) * deferred_bytes(self.size, kernel) if splits else 0
         self.gradients = self._gradients(buffers.all)
-        # Where more micro-batches follow, forwards run beside the gradients of those before.
-        self.before = self.gradients if micro_batches > self.alive else 0
+        forwards = list(self._forwards(layout.pp, rank, config.micro_batches(layout.dp)))
+        self.most_activations = max(kept for kept, _ in forwards)
+        # Of activations and of the gradients that are there beside them, when both together are most.
+        self.kept, self.before = max(forwards, key=sum)
+
+    def _forwards(self, ranks: int, rank: int, micro_batches: int) -> Iterator[tuple[int, int]]:
+        """(activations, gradients) held in each forward of the step: those before it are done, and as many backwards as
+        make room for it. The schedule may do some sooner, so that a rank of unlike chunks holds a little less."""
+        count, schedule = len(self.chunks), self.config.schedule
+        bound = activation_bound(schedule, ranks, micro_batches, rank, count)
+        if schedule == "zero_bubble":
+            ahead = activation_bound("1f1b", ranks, micro_batches, rank)
+            for done in range(micro_batches):
+                whole = min(done + 1, ahead)
+                kept = whole * self.activations[0] + (min(done + 1, bound) - whole) * self.deferred
+                yield kept, self.gradients if done >= ahead else 0
+            return
+        backwards = backward_order(ranks, micro_batches, count)
+        kept = gradients = 0
+        reached: set[int] = set()
+        for done, (_, chunk) in enumerate(forward_order(ranks, micro_batches, count)):
+            kept += self.activations[chunk]
+            if done >= bound:
+                _, freed = backwards[done - bound]
+                kept -= self.activations[freed]
+                gradients += 0 if freed in reached else self._gradients(self.buffers.of_chunk(freed))
+                reached.add(freed)
+            yield kept, gradients
 
     def _gradients(self, buffers: Sequence[Buffer]) -> int:
         cut = self.config.zero.stage >= 2
@@ -139,7 +175,8 @@ class _Step:
 
     def moments(self) -> Iterator[_Moment]:
         """Those that can be the step's highest."""
-        kept, size, kernel = self.alive * self.activations, self.size, self.kernel
+        kept, size, kernel = self.kept, self.size, self.kernel
+        first = self.activations[-1] - self.deferred  # what the first backward empties
         gathered, recompute = self._gathered(), self.config.train.recompute
         yield _Moment(self.before, kept, gathered + (loss_bytes(size, kernel) if self.last else 0))
         backward = gathered + self._unsharded() + layer_backward_bytes(self.model, size, kernel)
@@ -147,9 +184,9 @@ class _Step:
         # The first backward: in its first layer, in its last one, and when that one's gradients move to their buffer.
         yield _Moment(self.before, kept, backward)
         largest = max(self.buffers.all, key=lambda buffer: buffer.layout.numel)
-        yield _Moment(max(self.before, self.gradients - self._gradients([largest])), kept - self.activations, backward)
+        yield _Moment(max(self.before, self.gradients - self._gradients([largest])), kept - first, backward)
         moving = gathered + self._unsharded() + largest.layout.numel * kernel.element
-        yield _Moment(self.gradients, kept - self.activations, moving)
+        yield _Moment(self.gradients, kept - first, moving)
         yield _Moment(self.gradients, 0, self._update())
 
     def _gathered(self) -> int:
@@ -158,7 +195,9 @@ class _Step:
         if zero.stage < 3:
             return 0
         sizes = [sum(buffer.layout.numel for buffer in unit if not buffer.persistent) for unit in self.buffers.units]
-        gathered = gathered_elements(sizes, self.buffers.uses, zero_settings(self.config))
+        settings = zero_settings(self.config)
+        uses = [[unit for unit in self.buffers.uses if self.buffers.chunks[unit] == chunk] for chunk in self.chunks]
+        gathered = max(gathered_elements(sizes, used, settings) for used in uses)
         near = zero.zero_hpz_partition_size
         copies = sum(sizes) // near if 1 < near < self.dp else 0
         return (gathered + copies) * self.kernel.element
@@ -167,7 +206,8 @@ class _Step:
         """Whole gradients that are yet to be cut into slices; in a first backward their slices are not there yet."""
         if self.config.zero.stage < 2:
             return 0
-        whole = unsharded_gradient_elements(self.buffers.all, self.config.zero.reduce_bucket_size)
+        limit = self.config.zero.reduce_bucket_size
+        whole = max(unsharded_gradient_elements(self.buffers.of_chunk(chunk), limit) for chunk in self.chunks)
         if not self.before:
             whole -= whole // self.buffers.all[0].layout.shards
         return whole * BYTES[self.config.train.grad_dtype]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.build import describe_stage
+from megazero.build import describe_stage, rank_layers
 from megazero.config import Config
 from megazero.layout import Layout
 from megazero.models.config import ModelConfig
@@ -70,23 +70,30 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class StageBuffers:
-    """``units``: the buffers of each unit, in the order of use; ``uses``: indices of units as forward uses them."""
+    """``units``: the buffers of each unit, in the order of use; ``uses``: indices of units as forward uses them;
+    ``chunks``: of each unit, the chunk of the rank's layers that it is used with."""
 
     units: tuple[tuple[Buffer, ...], ...]
     uses: tuple[int, ...]
+    chunks: tuple[int, ...]
 
     @property
     def all(self) -> list[Buffer]:
         return [buffer for unit in self.units for buffer in unit]
 
+    def of_chunk(self, chunk: int) -> list[Buffer]:
+        """Those that a forward or backward of one chunk uses."""
+        return [buffer for unit, own in zip(self.units, self.chunks) if own == chunk for buffer in unit]
+
 
 def stage_buffers(config: Config, model: ModelConfig, layout: Layout, rank: int) -> StageBuffers:
-    """The flat buffers of the pipeline stage that ``rank`` belongs to."""
+    """The flat buffers of the layers that ``rank`` holds."""
     coordinates = layout.coordinates(rank)
     tp = TensorParallel(layout.tp, coordinates["tp"], config.sequence_parallel)
     decoder, specs = describe_stage(config, model, coordinates, tp)
     threshold = config.zero.stage3_param_persistence_threshold if config.zero.stage == 3 else None
-    units, shards = decoder_units(decoder, specs), config.zero.mics_shard_size or layout.dp
+    units = decoder_units(decoder, specs, rank_layers(config, model, coordinates["pp"]))
+    shards = config.zero.mics_shard_size or layout.dp
     dtypes = dict.fromkeys(specs, torch.bfloat16)  # one for all; which, makes no difference to the layout
     buffers = tuple(
         tuple(
@@ -96,7 +103,8 @@ def stage_buffers(config: Config, model: ModelConfig, layout: Layout, rank: int)
         for unit in units
     )
     modules = [(module is decoder.head, index) for index, unit in enumerate(units) for module in unit.modules]
-    return StageBuffers(buffers, tuple(index for _, index in sorted(modules, key=lambda use: use[0])))
+    uses = tuple(index for _, index in sorted(modules, key=lambda use: use[0]))
+    return StageBuffers(buffers, uses, tuple(unit.chunk for unit in units))
 
 
 def model_state(

@@ -13,6 +13,7 @@ from torch import nn
 from megazero.models.layers import Head, PositionEmbedding, ProjectIn, ProjectOut, WordEmbedding
 from megazero.sharding import Piece, Rectangle, Replication, ShardSpec, whole
 from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entropy
+from megazero.tensor_parallel.deferred import DeferringLinear, deferring_linear
 from megazero.tensor_parallel.linear import column_linear, leave_region, row_linear
 from megazero.tensor_parallel.mappings import TensorParallel
 
@@ -24,7 +25,7 @@ def replicated(spec: ShardSpec, tp: TensorParallel, partial: bool) -> ShardSpec:
     return spec.replicated_over(Replication("tp", tuple(range(tp.size)), "partial" if partial else "equal"))
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(DeferringLinear):
     """ProjectIn with its output features cut: a whole number of units of every part on each rank.
 
     A part of fewer units than ranks (key/value heads, say) has each unit on tp/units neighbouring ranks, whose
@@ -69,10 +70,12 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(T or T/tp, H) → one (T, local features) per part."""
+        if self.probe is not None:
+            return deferring_linear(self, x_TH, self.bias, column=True).split(self.sizes, dim=-1)
         return column_linear(x_TH, self.weight, self.bias, self.tp).split(self.sizes, dim=-1)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DeferringLinear):
     """ProjectOut with its input features cut. The bias is added once, after the sum over ranks."""
 
     def __init__(self, plain: ProjectOut, path: str, tp: TensorParallel) -> None:
@@ -90,6 +93,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(T, local features) → (T or T/tp, H)."""
+        if self.probe is not None:
+            return deferring_linear(self, x, self.bias, column=False)
         return row_linear(x, self.weight, self.bias, self.tp)
 
 

@@ -225,14 +225,17 @@ class Block:
         cut, when its reduction is done; collectives on it have been waited for on the compute stream by then, so the
         allocator may hand it out again.
         """
-        self.move([i for i, parameter in enumerate(self.parameters) if parameter.grad is not None])
+        self.move()
         unused = [view for i, view in enumerate(self._grad_views) if i not in self._written]
         if unused:
             torch._foreach_zero_(unused)
         self._written.update(range(len(self.parameters)))
 
-    def move(self, indices: Sequence[int]) -> None:
-        """Move the gradients of some parameters into the flat buffer, adding to what is there."""
+    def move(self, indices: Sequence[int] | None = None) -> None:
+        """Move the gradients of some parameters (None: of all that have one) into the flat buffer, adding to what is
+        there."""
+        if indices is None:
+            indices = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
         if self.grad is None:
             self.grad = torch.empty(self.layout.numel, dtype=self.grad_dtype, device=self.flat.device)
             self._grad_views, self._written = self._views_of(self.grad), set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,13 @@ class Unit:
     """Parameters that are gathered for the same stretch of forward and backward.
 
     ``specs``: by name. ``modules``: whose forwards use them; after the last of them has run the unit is done with.
+    ``chunk``: the part of the model that they lie in, where a forward or backward runs one part of several.
     """
 
     name: str
     specs: Mapping[str, ShardSpec]
     modules: tuple[nn.Module, ...]
+    chunk: int = 0
 
     def split(
         self, frozen: set[str], dtypes: Mapping[str, torch.dtype], persistence_threshold: int | None
@@ -52,9 +54,12 @@ class BlockPlan:
     dtype: torch.dtype
 
 
-def decoder_units(model: nn.Module, specs: Mapping[str, ShardSpec]) -> list[Unit]:
-    """The units of one pipeline stage of a decoder, in the order of use in forward.
+def decoder_units(
+    model: nn.Module, specs: Mapping[str, ShardSpec], chunks: Sequence[Container[int]] | None = None
+) -> list[Unit]:
+    """The units of one pipeline rank's share of a decoder, in the order of use in forward.
 
+    ``chunks``: layers of each part that is run by itself; None: all are one.
     The word embedding is a unit of its own, also where it serves as the head of another stage, so that both
     copies have the same layout and are sharded alike.
     """
@@ -63,22 +68,28 @@ def decoder_units(model: nn.Module, specs: Mapping[str, ShardSpec]) -> list[Unit
     def under(prefix: str) -> dict[str, ShardSpec]:
         return {name: spec for name, spec in specs.items() if name.startswith(prefix)}
 
+    def chunk_of(layer: int) -> int:
+        return next(i for i, layers in enumerate(chunks or (range(layer + 1),)) if layer in layers)
+
     tied_here = model.config.tie_word_embeddings and model.head is not None
+    last = len(chunks or (None,)) - 1
     units = []
     if model.embedding is not None:
         modules = (model.embedding.word, model.head) if tied_here else (model.embedding.word,)
         units.append(Unit("embedding.word", {word: specs[word]}, modules))
         if model.embedding.position is not None:
             units.append(Unit("embedding.position", under("embedding.position."), (model.embedding.position,)))
-    units += [Unit(f"layers.{i}", under(f"layers.{i}."), (layer,)) for i, layer in model.layers.items()]
+    units += [
+        Unit(f"layers.{i}", under(f"layers.{i}."), (layer,), chunk_of(int(i))) for i, layer in model.layers.items()
+    ]
     if model.final_norm is not None:
         tail = under("final_norm.")
         head = under("head.")
         if model.config.tie_word_embeddings:
-            units.append(Unit("final", tail, (model.final_norm,)))
+            units.append(Unit("final", tail, (model.final_norm,), last))
             if head:
-                units.append(Unit("embedding.word", head, (model.head,)))
+                units.append(Unit("embedding.word", head, (model.head,), last))
         else:
-            units.append(Unit("final", tail | head, (model.final_norm, model.head)))
+            units.append(Unit("final", tail | head, (model.final_norm, model.head), last))
     assert sum(len(unit.specs) for unit in units) == len(specs), "a parameter lies in no unit, or in two"
     return units

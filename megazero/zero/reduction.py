@@ -4,35 +4,48 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 from megazero.comm import Communicator, Work
 from megazero.zero.block import Block, Sharding
 
 
 class GradientReduction:
-    """``buckets``: of indices into ``blocks``, in the order in which they are reduced over ``group``. ``overlap``:
-    backward goes on while a bucket is reduced. See [Note: order of collectives] in zero.sharded."""
+    """``buckets``: per chunk of the model, which one backward runs, of indices into ``blocks``, in the order in which
+    they are reduced over ``group``. ``overlap``: backward goes on while a bucket is reduced. See [Note: order of
+    collectives] in zero.sharded."""
 
     def __init__(
         self,
         blocks: Sequence[Block],
-        buckets: Sequence[Sequence[int]],
+        buckets: Sequence[Sequence[Sequence[int]]],
         group: Communicator,
         sharding: Sharding,
         overlap: bool,
     ) -> None:
-        self._blocks, self._buckets, self._group = blocks, buckets, group
+        self._blocks, self._chunks, self._group = blocks, buckets, group
+        self._chunk = 0
         self._sharding, self._overlap = sharding, overlap
-        self.last_of_step = False  # the running backward, or the one to come, completes the step's gradients
+        self.last_of_step = False  # the running backward, or the one to come, completes its chunk's gradients
         self._complete: set[int] = set()  # blocks whose gradient of the running backward is accumulated
         self._next = 0
-        self.reduced = False  # whole gradient buffers hold, in this rank's slices, the sums over ranks
+        self._reduced: set[int] = set()
         self._in_flight: deque[tuple[Sequence[int], Work | None]] = deque()
 
     @property
     def trained(self) -> list[Block]:
         """Blocks with gradients and optimizer state."""
         return [block for block in self._blocks if block.trainable]
+
+    @property
+    def reduced(self) -> bool:
+        """Whether whole gradient buffers hold, in this rank's slices, the sums over ranks."""
+        return len(self._reduced) == len(self._chunks)
+
+    @property
+    def _buckets(self) -> Sequence[Sequence[int]]:
+        """Those of the running backward."""
+        return self._chunks[self._chunk]
 
     @property
     def in_flight(self) -> int:
@@ -43,21 +56,26 @@ class GradientReduction:
     def _reduces(self) -> bool:
         return self.last_of_step or self._sharding.gradients
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, chunk: int) -> None:
         self.finish_cut(self.in_flight)
-        if self.reduced:
+        self._chunk, self._next = chunk, 0
+        if chunk in self._reduced:
             # Another backward in the same step after one that was to be the last: what is summed over ranks is set
             # apart, so that it is not summed again.
             self.wait()
-            for block in self.trained:
-                block.keep_owned()
-            self.reduced = False
-        self._next = 0
+            for index in chain.from_iterable(self._buckets):
+                self._blocks[index].keep_owned()
+            self._reduced.remove(chunk)
 
     def gradient_ready(self, index: int, position: int) -> None:
         """Autograd has made the gradient of one parameter of a block."""
         if index not in self._complete:
             self._blocks[index].move([position])
+
+    def move(self, index: int) -> None:
+        """Of a block's gradients those are there that this backward makes; a later one makes the rest."""
+        if self._blocks[index].trainable:
+            self._blocks[index].move()
 
     def accumulate(self, index: int) -> None:
         """A block's parameters have all their gradients of the running backward."""
@@ -85,9 +103,14 @@ class GradientReduction:
             return self._group.reduce_scatter(grads, [block.reduce_into() for block in blocks])
         return self._group.all_reduce(grads)
 
+    def move_all(self) -> None:
+        """A backward has ended that a later one completes."""
+        for index in chain.from_iterable(self._buckets):
+            self.move(index)
+
     def flush(self) -> None:
         """Backward has ended: complete, with zeros, what autograd did not report, in order."""
-        for index in reversed(range(len(self._blocks))):
+        for index in chain.from_iterable(self._buckets):
             self.accumulate(index)
         self.issue_ready()
 
@@ -95,7 +118,8 @@ class GradientReduction:
         self._complete.clear()
         if self._reduces:
             assert self._next == len(self._buckets)
-            self.reduced = not self._sharding.gradients
+            if not self._sharding.gradients:
+                self._reduced.add(self._chunk)
         self.last_of_step = False
 
     def finish_cut(self, count: int) -> None:
@@ -120,7 +144,7 @@ class GradientReduction:
     def finish(self) -> None:
         """As ``wait``; the step's gradients are whole."""
         self.wait()
-        self.reduced = False
+        self._reduced.clear()
 
     def forget(self) -> None:
         """Gradients that no step has used are as if they had not been."""

@@ -9,7 +9,7 @@ this rank) is flushed with zeros when backward ends. A gather that no earlier pa
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -121,7 +121,8 @@ class ShardedModel:
     """The blocks of one rank's model and the data-parallel collectives on them.
 
     It is driven by passes: ``begin_forward``, the hooks of zero.hooks as modules run, ``end_forward``;
-    ``begin_backward``, the hooks again, ``finish_backward``. Optimizers go by ``update_buckets``.
+    ``begin_backward``, the hooks again, ``finish_backward``. A pass runs one chunk of the model: what it ends, and lets
+    go of, are units of that chunk alone. Optimizers go by ``update_buckets``.
     """
 
     def __init__(
@@ -169,9 +170,11 @@ class ShardedModel:
         self._unit_of = {block: i for i, unit in enumerate(self.units) for block in unit.blocks}
         self._running: Counter[int] = Counter()  # modules of a unit in the midst of their forward
         self._kept: set[int] = set()  # units whose parameters stay whole to the end of the next backward
-        self._orders = {"forward": UseOrder(), "evaluation": UseOrder(), "backward": UseOrder()}
-        self._order = self._orders["forward"]
+        self._orders: defaultdict[tuple[str, int], UseOrder] = defaultdict(UseOrder)  # by kind of pass and chunk
+        self._chunk, self._evaluating = 0, False
+        self._order = self._orders["forward", 0]
         self.in_backward = self._in_pass = False
+        self._completes = True
         self.uses: Counter[int] = Counter()  # forwards of a unit whose backward is to come
         self._entered = 0  # units in the running forward
         self._live = 0  # gathered elements of blocks that come and go
@@ -191,8 +194,11 @@ class ShardedModel:
         self.update_buckets = bucketed(trained, self.settings.allgather_bucket_size)
         self._gather_buckets = bucketed(resident, self.settings.allgather_bucket_size)
         # A unit's blocks are ready together.
-        backward = [[i for i in reversed(unit.blocks) if self.blocks[i].trainable] for unit in reversed(self.units)]
-        reduce_buckets = bucketed([item for item in backward if item], self.settings.reduce_bucket_size)
+        backward: list[list[list[int]]] = [[] for _ in range(1 + max(unit.plan.chunk for unit in self.units))]
+        for unit in reversed(self.units):
+            if item := [i for i in reversed(unit.blocks) if self.blocks[i].trainable]:
+                backward[unit.plan.chunk].append(item)
+        reduce_buckets = [bucketed(items, self.settings.reduce_bucket_size) for items in backward]
         self.reduction = GradientReduction(
             self.blocks, reduce_buckets, self.groups.shard, self.sharding, self.settings.overlap
         )
@@ -297,10 +303,6 @@ class ShardedModel:
         return not self.in_backward and not self._evaluating
 
     @property
-    def _evaluating(self) -> bool:
-        return self._order is self._orders["evaluation"]
-
-    @property
     def _reshards_after_forward(self) -> bool:
         return self._evaluating or (self.settings.reshard_after_forward and not self.settings.keep_gathered)
 
@@ -323,9 +325,11 @@ class ShardedModel:
             copy = self._local_copies[id(block)] = torch.empty_like(local.slice_of(block.flat))
         copy.copy_(local.slice_of(block.flat))
 
-    def release_all(self) -> None:
-        for index in range(len(self.units)):
-            self.release(index)
+    def _release_chunk(self) -> None:
+        """Let go of all parameters that the running pass may use."""
+        for index, unit in enumerate(self.units):
+            if unit.plan.chunk == self._chunk:
+                self.release(index)
 
     def unit_of(self, block: int) -> int:
         """The unit that a block belongs to."""
@@ -365,13 +369,15 @@ class ShardedModel:
 
     # Passes
 
-    def begin_forward(self) -> None:
-        """A forward of its own is about to run: the next backward is one forward's."""
+    def begin_forward(self, chunk: int = 0) -> None:
+        """A forward of its own is about to run: its backward is one forward's."""
         self.uses = Counter()
+        self._chunk = chunk
         self.begin_pass()
 
     def begin_pass(self) -> None:
-        self._order = self._orders["forward" if torch.is_grad_enabled() else "evaluation"]
+        self._evaluating = not torch.is_grad_enabled()
+        self._order = self._orders["evaluation" if self._evaluating else "forward", self._chunk]
         self._order.begin()
         self._in_pass = True
         self._entered = 0
@@ -382,25 +388,33 @@ class ShardedModel:
         self._order.end()
         self._in_pass = False
         if self._reshards_after_forward:
-            self.release_all()
+            self._release_chunk()
 
-    def begin_backward(self) -> None:
-        self.reduction.begin_backward()
+    def begin_backward(self, chunk: int = 0, completes: bool = True) -> None:
+        """``completes``: it makes all gradients; else some are left to another one, which autograd may have no part in:
+        it says of each unit, the last first, when it is complete."""
+        self.reduction.begin_backward(chunk)
+        self._completes = completes
+        self._chunk, self._evaluating = chunk, False
         self.in_backward = True
         self.backwards += 1
         self._passed.clear()
         self._at = -1
-        self._order = self._orders["backward"]
+        self._order = self._orders["backward", chunk]
         self._order.begin()
         self._in_pass = True
 
     def reduce_in_next_backward(self) -> None:
-        """The backward that follows is the step's last: it completes the accumulated gradients."""
+        """The backward that follows is its chunk's last in the step: it completes the accumulated gradients."""
         self.reduction.last_of_step = True
 
     def unit_complete(self, index: int) -> None:
         """A unit's parameters have all their gradients of the running backward."""
         self._passed.add(index)
+        if not self._completes:
+            for i in self.units[index].blocks:
+                self.reduction.move(i)
+            return
         earlier = self.reduction.in_flight
         for i in reversed(self.units[index].blocks):
             self.reduction.accumulate(i)
@@ -421,7 +435,10 @@ class ShardedModel:
 
     def finish_backward(self) -> None:
         """Call after every backward: flush blocks that autograd did not report, in order."""
-        self.reduction.flush()
+        if self._completes:
+            self.reduction.flush()
+        else:
+            self.reduction.move_all()
         late = [name for name, parameter in self.named_parameters() if parameter.grad is not None]
         if late:
             raise MegazeroError(
@@ -433,8 +450,9 @@ class ShardedModel:
         self.in_backward = self._in_pass = False
         self._kept.clear()
         if self._lets_go_in_backward:
-            self.release_all()
-        self.reduction.end_backward()
+            self._release_chunk()
+        if self._completes:
+            self.reduction.end_backward()
 
     @property
     def reduced(self) -> bool:

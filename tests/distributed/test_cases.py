@@ -86,12 +86,6 @@ def test_14_each_layer_is_built_once(layers: int, pp: int) -> None:
     assert flops_per_token(model, s) == 6 * (layers * 12 * h * h + v * h) + 6 * layers * h * s
 
 
-def test_14_chunks_per_rank_are_refused_before_anything_starts() -> None:
-    tree = settings({**GPT2, "num_layers": 80}, (1, 16, 1), parallel={"virtual_pp": 2})
-    with pytest.raises(ConfigError, match=r"parallel\.virtual_pp"):
-        Config.from_dict(tree, world_size=16)
-
-
 def test_14_more_stages_than_layers_are_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.pp.*at most 2"):
         Config.from_dict(settings(GPT2, (1, 4, 1)), world_size=4)

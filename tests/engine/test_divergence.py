@@ -35,6 +35,11 @@ def plant_weight(engine: Engine, name: str) -> None:
     parameters(engine)[name].data.view(-1)[5] = torch.nan
 
 
+def plant_large(engine: Engine, name: str) -> None:
+    """Finite, and yet too large for what it is multiplied with."""
+    parameters(engine)[name].data.fill_(3e38)
+
+
 def plant_gradient(engine: Engine, name: str) -> None:
     parameters(engine)[name].register_hook(lambda grad: grad * torch.inf)
 
@@ -102,9 +107,17 @@ def run_planted(settings: dict, plant: Callable[[Engine, str], None], name: str,
             1,
             "first in the weight final_norm.weight on rank 1 (pp 0, dp 1, tp 0)",
         ),
+        (
+            2,
+            {"parallel.pp": 2, "parallel.virtual_pp": 2, "model.num_layers": 4},
+            plant_large,
+            "layers.1.mlp.down.weight",
+            1,
+            "first in the output of layers.1.mlp.down on rank 1 (pp 1, dp 0, tp 0)",
+        ),
         (2, {"zero.stage": 1}, plant_gradient_once, "layers.0.mlp.down.weight", 0, "suspect the hardware"),
     ],
-    ids=["weight, tp", "gradient, tp", "gradient, pp and dp", "weight, dp", "once"],
+    ids=["weight, tp", "gradient, tp", "gradient, pp and dp", "weight, dp", "output, chunks", "once"],
 )
 def test_a_value_that_is_not_finite_stops_the_run_at_the_next_logging_step(
     corpus: Path,
@@ -138,11 +151,7 @@ def test_a_diverged_run_is_never_saved(corpus: Path, tmp_path: Path) -> None:
 
 def test_an_infinite_loss_names_the_module(corpus: Path) -> None:
     """A finite weight may be too large all the same."""
-
-    def plant(engine: Engine, name: str) -> None:
-        parameters(engine)[name].data.fill_(3e38)
-
-    message = run_planted(tiny(corpus, {"log.interval": 4}), plant, "layers.1.mlp.down.weight", 0).message
+    message = run_planted(tiny(corpus, {"log.interval": 4}), plant_large, "layers.1.mlp.down.weight", 0).message
     assert "first in the output of layers.1.mlp.down on rank 0" in message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import subprocess
@@ -23,32 +24,64 @@ from megazero.pipeline.schedules import (
 )
 from megazero.pipeline.simulate import compute_cost, simulate
 
-NAMES = ["gpipe", "1f1b"]
-_SAMPLE = random.Random(0)
-SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 8)]
-SIZES += [(_SAMPLE.randint(5, 16), _SAMPLE.randint(1, 64)) for _ in range(12)] + [(16, 1), (16, 15), (16, 16), (16, 64)]
+NAMES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
-def prove(schedule: Schedule, name: str, micro_batches: int) -> None:
+def sizes(name: str) -> list[tuple[int, int, int]]:
+    """(stages, micro-batches, chunks): all small ones, and some of those up to 16, 64 and 4."""
+    draw, several = random.Random(0), name == "interleaved"
+    chunks = (2, 3) if several else (1,)
+    found = list(itertools.product((2, 3, 4) if several else (1, 2, 3, 4), (1, 2, 3, 4, 5, 8), chunks))
+    for _ in range(3):
+        found.append((draw.randint(5, 16), draw.randint(1, 64), draw.randint(2, 4) if several else 1))
+    return found + [(16, m, 4 if several else 1) for m in (15, 64)]
+
+
+built = functools.cache(build_schedule)
+
+
+def prove(schedule: Schedule, name: str, micro_batches: int, chunks: int = 1) -> None:
     stages = len(schedule)
-    check_schedule(schedule, micro_batches, [activation_bound(name, stages, micro_batches, s) for s in range(stages)])
+    bounds = [activation_bound(name, stages, micro_batches, stage, chunks) for stage in range(stages)]
+    check_schedule(schedule, micro_batches, bounds, chunks)
+
+
+def most_held(actions: list[Action]) -> int:
+    ends = Kind.BACKWARD_WEIGHT if any(a.kind is Kind.BACKWARD_WEIGHT for a in actions) else Kind.BACKWARD
+    return max(itertools.accumulate((a.kind is Kind.FORWARD) - (a.kind is ends) for a in actions))
 
 
 def compute(actions: list[Action]) -> str:
-    """A list's computations in short, as in the papers' figures: F0 F1 B0 …"""
-    short = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.REDUCE: "R"}
-    return " ".join(f"{short[a.kind]}{a.micro_batch}" for a in actions if a.kind in short)
+    """A list's computations in short, as in the papers' figures, a stroke for the second chunk: F0 F1 F0' B0' …"""
+    short = {
+        Kind.FORWARD: "F",
+        Kind.BACKWARD: "B",
+        Kind.BACKWARD_INPUT: "B",
+        Kind.BACKWARD_WEIGHT: "W",
+        Kind.REDUCE: "R",
+    }
+    return " ".join(short[a.kind] + str(a.micro_batch) + "'" * a.chunk for a in actions if a.kind in short)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_proven(name: str) -> None:
-    for stages, micro_batches in SIZES:
-        prove(build_schedule(name, stages, micro_batches), name, micro_batches)
+    for stages, micro_batches, chunks in sizes(name):
+        prove(built(name, stages, micro_batches, chunks), name, micro_batches, chunks)
+        evaluation = evaluation_schedule(stages, micro_batches, chunks)
+        check_evaluation_schedule(evaluation, micro_batches, chunks)
 
 
-def test_evaluation_schedule_is_proven() -> None:
-    for stages, micro_batches in SIZES:
-        check_evaluation_schedule(evaluation_schedule(stages, micro_batches), micro_batches)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_of_up_to_16_stages_64_micro_batches_and_4_chunks(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("whole"):
+        pytest.skip("with --whole only: a quarter of an hour")
+    several = name == "interleaved"
+    for stages, micro_batches, chunks in itertools.product(
+        range(1 + several, 17), range(1, 65), (2, 3, 4) if several else (1,)
+    ):
+        prove(build_schedule(name, stages, micro_batches, chunks), name, micro_batches, chunks)
 
 
 def test_1f1b_is_the_papers_figure() -> None:
@@ -57,6 +90,42 @@ def test_1f1b_is_the_papers_figure() -> None:
     assert lists[0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 R7 B7"
     assert lists[2] == "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 R7 B7"
     assert lists[3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 R7 B7"
+
+
+def test_interleaved_is_the_papers_figure() -> None:
+    """Narayanan et al. 2021, figure 4 (bottom half): four ranks of two chunks and eight micro-batches. The first rank
+    takes a backward, B2', where it would wait for the input of F4'."""
+    lists = [compute(actions) for actions in build_schedule("interleaved", 4, 8, 2)]
+    assert lists[3] == (
+        "F0 F1 F2 F3 F0' B0' F1' B1' F2' B2' F3' B3' F4 B0 F5 B1 F6 B2 F7 B3 F4' B4' F5' B5' F6' B6' F7' R7' B7' "
+        "B4 B5 B6 R7 B7"
+    )
+    assert lists[0] == (
+        "F0 F1 F2 F3 F0' F1' F2' F3' F4 F5 F6 B0' F7 B1' B2' F4' B3' F5' B0 F6' B1 F7' B2 B3 B4' B5' B6' R7' B7' "
+        "B4 B5 B6 R7 B7"
+    )
+
+
+def test_zero_bubble_is_the_papers_figure() -> None:
+    """Qi et al. 2023, figure 2 (ZB-H1): four ranks and eight micro-batches."""
+    lists = [compute(actions) for actions in build_schedule("zero_bubble", 4, 8)]
+    assert lists[0] == "F0 F1 F2 F3 B0 W0 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 B5 W5 B6 W6 B7 R7 W7"
+    assert lists[3] == "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 W5 W6 R7 W7"
+
+
+def test_activations_are_within_the_published_bounds() -> None:
+    """1F1B: as many as later stages and itself (Narayanan et al. 2021, section 2.2.1). Interleaved: on the first rank
+    p (1 + (p - 1) / (p v)) times its layers, that is p v + p - 1 chunks (Korthikanti et al. 2022, section 4.2.3).
+    ZB-H1: on no rank more than 1F1B on its first (Qi et al. 2023, section 2.3)."""
+    for stages, micro_batches, _ in sizes("1f1b"):
+        for rank, actions in enumerate(built("1f1b", stages, micro_batches, 1)):
+            assert most_held(actions) == min(micro_batches, stages - rank)
+    for stages, micro_batches, chunks in sizes("interleaved"):
+        first = most_held(built("interleaved", stages, micro_batches, chunks)[0])
+        assert first <= min(stages * chunks + stages - 1, chunks * micro_batches)
+    for stages, micro_batches, _ in sizes("zero_bubble"):
+        for actions in built("zero_bubble", stages, micro_batches, 1):
+            assert most_held(actions) <= min(micro_batches, stages)
 
 
 def test_gpipe_is_all_forwards_then_all_backwards() -> None:
@@ -79,16 +148,31 @@ def test_groups_cover_the_list() -> None:
         assert rebuilt == actions
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:3])
 @pytest.mark.parametrize("forward, backward", [(1.0, 1.0), (1.0, 2.0)])
 def test_bubble_fraction_is_the_papers(name: str, forward: float, backward: float) -> None:
-    """(p - 1) / (m + p - 1) of the time; (p - 1) / m of the ideal time in Narayanan et al. 2021, section 2.2."""
-    for stages, micro_batches in SIZES:
-        timeline = simulate(build_schedule(name, stages, micro_batches), compute_cost(forward, backward))
-        slots = micro_batches + stages - 1
-        assert timeline.duration == slots * (forward + backward)
-        for rank in range(stages):
-            assert timeline.idle_fraction(rank) == pytest.approx((stages - 1) / slots)
+    """(p - 1) / (v m) of the ideal time (Narayanan et al. 2021, section 2.2), where v > 1 of whole groups."""
+    for stages, micro_batches, chunks in sizes(name):
+        if chunks == 1 or micro_batches % stages == 0:
+            schedule = built(name, stages, micro_batches, chunks)
+            timeline = simulate(schedule, compute_cost(forward, backward))
+            slots = chunks * micro_batches + stages - 1
+            assert timeline.duration == slots * (forward + backward)
+            for rank in range(stages):
+                assert timeline.idle_fraction(rank) == pytest.approx((stages - 1) / slots)
+
+
+def test_bubble_of_zero_bubble_is_the_papers() -> None:
+    """(p - 1) (T_F + T_B - T_W) where the three are equal (Qi et al. 2023, section 2.3); it wants p micro-batches. With
+    fewer, or other costs, it is never above that of 1F1B."""
+    for stages, micro_batches, _ in sizes("zero_bubble"):
+        schedule = built("zero_bubble", stages, micro_batches, 1)
+        if micro_batches >= stages:
+            assert simulate(schedule, compute_cost(1, 1, 1)).duration == 3 * micro_batches + stages - 1
+        for forward, part, weight in ((1, 1, 1), (1, 1.25, 0.75), (1, 0.75, 1)):
+            slots = micro_batches + stages - 1
+            found = simulate(schedule, compute_cost(forward, part, weight)).duration
+            assert found <= slots * (forward + part + weight), (stages, micro_batches, forward, part, weight)
 
 
 def test_timeline_by_hand() -> None:
@@ -101,7 +185,7 @@ def test_timeline_by_hand() -> None:
         ("forward", 0, 1),
         ("send_forward", 1, 5),
         ("recv_backward", 1, 5),
-        ("reduce", 5, 5),
+        ("reduce", 1, 1),
         ("backward", 5, 7),
     ]
     assert spans[1] == [
@@ -116,15 +200,15 @@ def test_timeline_by_hand() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checker_objects_to_every_dropped_or_doubled_action(name: str) -> None:
-    stages, micro_batches = 3, 4
-    schedule = build_schedule(name, stages, micro_batches)
+    stages, micro_batches, chunks = (2, 2, 2) if name == "interleaved" else (3, 4, 1)
+    schedule = build_schedule(name, stages, micro_batches, chunks)
     for rank, actions in enumerate(schedule):
         for index in range(len(actions)):
             for replacement in ([], [actions[index]] * 2):
                 mutant = [list(a) for a in schedule]
                 mutant[rank][index : index + 1] = replacement
                 with pytest.raises(ScheduleFault):
-                    prove(mutant, name, micro_batches)
+                    prove(mutant, name, micro_batches, chunks)
 
 
 def test_checker_objects_to_swapped_actions() -> None:
