@@ -1,20 +1,10 @@
-"""What a GPU could do at best: the number that MFU is held against."""
+"""What a GPU could do at best: the number that MFU is held against. The planner's table of chips owns the figures."""
 
 from __future__ import annotations
 
 import torch
 
-# Dense 16-bit tensor-core FLOP/s from the makers' data sheets; the first name that the device's name contains.
-_HALF_PRECISION_PEAKS: tuple[tuple[str, float], ...] = (
-    ("B200", 2250e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
-    ("RTX 4090", 165e12),
-    ("MI300X", 1307e12),
-)
+from megazero.planner.chips import chip_of_device
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -22,9 +12,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
     fp32 has none: whether its products run as TF32 is torch's choice, and the two peaks are far apart.
     """
-    if precision == "fp32":
-        return None
-    return next((peak for name, peak in _HALF_PRECISION_PEAKS if name in device_name), None)
+    chip = None if precision == "fp32" else chip_of_device(device_name)
+    return None if chip is None else chip.peak_flops
 
 
 def device_peak_flops(device: torch.device, precision: str) -> float | None:

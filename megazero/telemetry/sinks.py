@@ -40,7 +40,12 @@ def check_sinks(log: LogSection) -> None:
         for field, value, package in packages
         if value and importlib.util.find_spec(package) is None
     ]
-    for field, path, directory in (("log.jsonl", log.jsonl, False), ("log.tensorboard", log.tensorboard, True)):
+    paths = (
+        ("log.jsonl", log.jsonl, False),
+        ("log.tensorboard", log.tensorboard, True),
+        ("log.timeline", log.timeline, True),
+    )
+    for field, path, directory in paths:
         if path and (problem := _unwritable(Path(path), directory)):
             found.append((field, f"cannot write {path}: {problem}"))
     if found:
@@ -59,7 +64,8 @@ def _unwritable(path: Path, directory: bool) -> str | None:
 
 
 class JsonLines:
-    """One JSON object a line, flushed each time. Numbers keep every digit; NaN and infinity become null."""
+    """One JSON object a line, flushed each time. Numbers keep every digit; NaN and infinity become null. A file beside
+    it describes the run: see ``description_of``."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -74,9 +80,11 @@ class JsonLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 if step:
-                    _keep_until(self.path, step)
+                    keep_until(self.path, step)
                 else:
                     self.path.replace(self.path.with_name(self.path.name + ".previous"))
+            described = {"run_id": run_id, "commit": commit, "layout": layout, "config": config}
+            description_of(self.path).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError.single("log.jsonl", f"cannot write {self.path}: {error.strerror}") from error
@@ -92,11 +100,16 @@ class JsonLines:
             self._file.close()
 
 
+def description_of(path: Path) -> Path:
+    """Where the run of a JSONL series is described: its id, commit, layout and settings."""
+    return path.with_suffix(".run.json")
+
+
 def _finite(value: float | int | None) -> float | int | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def _keep_until(path: Path, step: int) -> None:
+def keep_until(path: Path, step: int) -> None:
     """Rewrite ``path`` with the whole lines of steps up to ``step``; a line that a kill cut short goes too."""
     kept = []
     with path.open(encoding="utf-8", errors="replace") as lines:
