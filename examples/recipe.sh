@@ -1,6 +1,7 @@
 # Sourced by the scripts beside it, after setup.sh. A recipe is a layout and a model, read from the environment:
 #   TP PP ZERO      processes per matrix, pipeline stages, ZeRO stage
 #   MBS GBS         samples per forward pass of a process, samples per step of all processes
+#   VPP RECOMPUTE   model chunks of a pipeline rank, activations computed again (none, selective, full)
 #   NPROC           processes on this machine; TP x PP must divide them, what is left is data parallel
 #   MODEL SEQ STEPS a preset of megazero/presets.py, tokens per sample, steps
 #   DATA            prefix of a .bin/.idx pair (data/preprocess.py); unset: Austen, tokenised on the spot
@@ -39,13 +40,14 @@ prepare_austen() {
 # Fills FLAGS from the environment.
 recipe_flags() {
     : "${TP:=1}" "${PP:=1}" "${ZERO:=1}" "${MBS:=1}" "${MODEL:=gpt2-124m}" "${SEQ:=1024}" "${STEPS:=100}"
-    : "${GBS:=32}" "${OUT:=$ROOT/runs/$MODEL}"
+    : "${GBS:=32}" "${VPP:=1}" "${RECOMPUTE:=none}" "${OUT:=$ROOT/runs/$MODEL}"
     if [ -z "${DATA:-}" ]; then
         prepare_austen "$ROOT/runs/austen"
         DATA="$TOKENS"
     fi
     FLAGS=(
         --model.preset "$MODEL" --parallel.tp "$TP" --parallel.pp "$PP" --zero.stage "$ZERO"
+        --parallel.virtual_pp "$VPP" --train.recompute "$RECOMPUTE"
         --train.micro_batch_size "$MBS" --train.global_batch_size "$GBS" --train.steps "$STEPS"
         --data.train "$DATA" --data.seq_length "$SEQ"
         --optimizer.warmup_steps "$((STEPS / 20))"

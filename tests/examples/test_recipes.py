@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megazero.config import Config, load_config
+from megazero.planner.chips import CHIPS
+from megazero.planner.dry_run import dry_run, planned
+from megazero.planner.memory import plan
+from megazero.planner.step_time import step_time
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-LAYOUT = ("TP", "PP", "ZERO", "MBS", "GBS", "NPROC", "MODEL", "SEQ", "STEPS", "DATA", "OUT", "PYTHON", "PYTHONPATH")
+LAYOUT = (
+    *("TP", "PP", "VPP", "ZERO", "MBS", "GBS", "RECOMPUTE", "NPROC", "MODEL", "SEQ", "STEPS", "DATA", "OUT"),
+    *("PYTHON", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"),
+)
+SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "42"}
 
 RECORDER = """#!/usr/bin/env bash
 case "$1 $2 $3" in
@@ -38,14 +48,19 @@ class Recipes:
             (self.folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (self.folder / name).chmod(0o755)
 
-    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
         kept = {key: value for key, value in os.environ.items() if key not in LAYOUT}
         kept |= {"PYTHON": str(self.folder / "python"), "RECORD": str(self.record), "OUT": str(self.folder / "out")}
         kept |= {"DATA": "prefix", "PATH": f"{self.folder}:{kept['PATH']}"} | environment
         self.record.unlink(missing_ok=True)
-        return subprocess.run(
-            ["bash", str(EXAMPLES / script), *arguments], env=kept, cwd=self.folder, capture_output=True, text=True
-        )
+        command = ["bash", str(EXAMPLES / script), *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=kept, cwd=self.folder, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        process = self.start(script, *arguments, **environment)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def launched(self, script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
         """(the launcher's arguments, those of pretrain/gpt.py)."""
@@ -103,14 +118,88 @@ def test_two_nodes(recipes: Recipes):
 
 
 def test_slurm(recipes: Recipes):
-    environment = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "42"}
-    environment |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "TP": "8", "MODEL": "llama3-8b"}
+    environment = SLURM | {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "TP": "8", "MODEL": "llama3-8b"}
     launcher, flags = recipes.launched("slurm.sbatch", **environment)
     assert launcher == [
         *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:20042", "--rdzv-id", "42"),
     ]
     assert parsed(flags, 16).parallel.tp == 8
+
+
+@pytest.mark.parametrize("requeue, said", [("1", ["requeue 42"]), ("0", [])])
+def test_slurm_requeues_a_job_whose_time_is_over(recipes: Recipes, requeue: str, said: list[str]):
+    """Slurm signals the script; what srun has started is told to end, and does so in its own time."""
+    commands = {
+        "srun": "trap 'sleep 0.2; echo saved >saved; exit' TERM; echo $$ >new; mv new pid; while sleep 0.1; do :; done",
+        "scontrol": 'if [ "$1" = show ]; then echo node-a; else echo "$@" >>said; fi',
+        "scancel": 'echo "$@" >cancelled; kill -TERM "$(cat pid)"',
+    }
+    for name, text in commands.items():
+        (recipes.folder / name).write_text(f"#!/usr/bin/env bash\ncd '{recipes.folder}'\n{text}\n")
+        (recipes.folder / name).chmod(0o755)
+    process = recipes.start("slurm.sbatch", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="1", REQUEUE=requeue, **SLURM)
+    while not (recipes.folder / "pid").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert (recipes.folder / "cancelled").read_text() == "--signal=TERM 42\n"
+    assert (recipes.folder / "saved").read_text() == "saved\n"
+    found = (recipes.folder / "said").read_text().splitlines() if (recipes.folder / "said").exists() else []
+    assert found == said
+
+
+# Script, environment, GPUs; chip of the plan that stands in the script.
+RECIPES = [
+    ("recipes/gpt3-1.3b-8gpu.sh", {}, 8, "h100"),
+    ("recipes/gpt2-774m-24gb.sh", {}, 1, "rtx4090"),
+    ("recipes/llama3.2-3b-h200.sh", {}, 1, "h200"),
+    ("recipes/qwen2.5-14b-zero2-8gpu.sh", {}, 8, "h100"),
+    *(
+        (
+            "recipes/llama3-70b.sbatch",
+            SLURM | {"SLURM_NNODES": str(nodes), "SLURM_GPUS_ON_NODE": "8"},
+            8 * nodes,
+            "h100",
+        )
+        for nodes in (4, 16, 64, 128)
+    ),
+    (
+        "recipes/llama3-70b.sbatch",
+        SLURM
+        | {"SLURM_NNODES": "64", "SLURM_GPUS_ON_NODE": "8", "TP": "4", "PP": "4", "VPP": "16", "ZERO": "2"}
+        | {"MBS": "1", "RECOMPUTE": "selective"},
+        512,
+        "h100",
+    ),
+]
+
+
+def test_every_recipe_is_here():
+    assert {script for script, *_ in RECIPES} == {f"recipes/{path.name}" for path in (EXAMPLES / "recipes").iterdir()}
+
+
+@pytest.mark.parametrize("script, environment, gpus, gpu", RECIPES)
+def test_a_recipe_is_as_planned(recipes: Recipes, script: str, environment: dict[str, str], gpus: int, gpu: str):
+    """It starts on its GPUs, fits them, and its figures are the planner's; its last rank goes through a dry run."""
+    launcher, flags = recipes.launched(script, **environment)
+    processes = int(launcher[launcher.index("--nproc") + 1]) if "--nproc" in launcher else gpus
+    assert processes == gpus
+    config, chip = parsed(flags, gpus), CHIPS[gpu]
+    memory, time_of_step = plan(config, gpus), step_time(config, gpus, chip)
+    assert memory.fullest.peak <= chip.usable_memory()
+    speed = config.train.global_batch_size * config.data.seq_length / gpus / time_of_step.seconds
+    text = (EXAMPLES / script).read_text()
+    figures = f"{speed:,.0f} tokens/s", f"{memory.fullest.peak / 1e9:.1f} of {chip.usable_memory() / 1e9:.1f} GB"
+    assert any(all(figure in line for figure in figures) for line in text.splitlines()), figures
+    # Fewer layers and micro-batches, as many as show what there is to see.
+    parallel = config.parallel
+    batch = max(2, parallel.pp) * config.train.micro_batch_size * config.layout(gpus).dp
+    fewer = ["--model.num_layers", str(max(4, parallel.pp * parallel.virtual_pp))]
+    shallow = parsed([*flags, *fewer, "--train.global_batch_size", str(batch)], gpus)
+    assert dry_run(shallow, gpus, gpus - 1) == planned(shallow, gpus, gpus - 1)
 
 
 @pytest.mark.parametrize(

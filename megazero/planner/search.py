@@ -1,0 +1,211 @@
+"""The fastest layouts of a model on a number of GPUs: all that the rules allow, less what does not fit, timed.
+
+ZeRO stages and recompute form ladders: a higher rung takes less memory and never less time. Of each choice of tp, pp,
+virtual stages and micro-batch size only the lowest rungs that fit are timed. Stage 0 is not asked where dp is more than
+1: it moves what stage 1 moves and holds more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megazero.config import Config
+from megazero.config_rules import divisors
+from megazero.errors import ConfigError
+from megazero.layout import Layout
+from megazero.models.parameters import flops_per_token
+from megazero.planner.chips import Chip
+from megazero.planner.compute import Machine
+from megazero.planner.many import Memories
+from megazero.planner.memory import RankMemory, rank_memory
+from megazero.planner.step_time import StepModel, StepTime, balanced_counts
+from megazero.planner.traffic import check_planned
+
+RECOMPUTE = ("none", "selective", "full")
+LARGEST_MICRO_BATCH = 64
+MOST_VIRTUAL = 16
+NOISE = 0.98
+
+
+class Choice(NamedTuple):
+    """One point of the search; ``virtual``: stages of the model per pipeline rank."""
+
+    tp: int
+    pp: int
+    virtual: int
+    dp: int
+    zero: int
+    micro_batch: int
+    recompute: str
+
+    def __str__(self) -> str:
+        virtual = f" x {self.virtual} virtual" if self.virtual > 1 else ""
+        return (
+            f"tp={self.tp} pp={self.pp}{virtual} dp={self.dp} zero={self.zero} micro-batch {self.micro_batch}, "
+            f"recompute {self.recompute}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits. ``memory``: of the rank that needs most; ``tokens_per_second``: per GPU; ``mfu``: of the
+    chip's dense peak."""
+
+    choice: Choice
+    config: Config
+    memory: RankMemory
+    time: StepTime
+    tokens_per_second: float
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """``kind``: what the choice breaks, ``memory`` or a setting's name; ``lacks``: bytes; ``reason``: for people."""
+
+    choice: Choice
+    kind: str
+    reason: str
+    lacks: float = 0.0
+
+
+@dataclass(frozen=True)
+class Search:
+    """``plans``: fastest first; ``fitting``: how many fit; ``rejected``: the others."""
+
+    plans: list[Plan]
+    fitting: int
+    rejected: list[Rejection]
+
+
+class _Fit(NamedTuple):
+    """A choice that fits, before it is timed. ``at_least``: seconds; ``rank``: the one that needs most memory."""
+
+    at_least: float
+    choice: Choice
+    rank: int
+    config: Config
+    step: StepModel
+
+
+def search(base: Config, gpus: int, chip: Chip, top: int = 5) -> Search:
+    """The ``top`` fastest layouts of ``base``'s model, sequence and global batch on ``gpus`` of ``chip``.
+
+    Raises ConfigError where the settings are wrong under every layout.
+    """
+    check_planned(base)
+    if found := base.problems():
+        raise ConfigError(found)
+    searching = _Searching(base, gpus, chip)
+    for shape in searching.shapes():
+        searching.climb(shape)
+    # What a simulation can at best give decides the order, so that few are simulated: a layout that could at best be
+    # ahead by less than the model of time is right to is left out.
+    timed: list[tuple[StepTime, _Fit]] = []
+    for fit in sorted(searching.fits, key=lambda fit: (fit.at_least, fit.choice)):
+        if len(timed) >= top and fit.at_least >= NOISE * timed[top - 1][0].seconds:
+            break
+        timed.append((fit.step.time(), fit))
+        timed.sort(key=lambda item: (item[0].seconds, item[1].choice))
+    plans = [searching.plan(time, fit) for time, fit in timed[:top]]
+    return Search(plans, len(searching.fits), searching.rejected)
+
+
+class _Searching:
+    def __init__(self, base: Config, gpus: int, chip: Chip) -> None:
+        self.base, self.gpus, self.chip = base, gpus, chip
+        self.model = base.model.architecture
+        self.machine, self.memories = Machine(chip), Memories(self.model)
+        self.usable = chip.usable_memory()
+        self.fits: list[_Fit] = []
+        self.rejected: list[Rejection] = []
+
+    def shapes(self) -> Iterator[Choice]:
+        """Every tp, pp and number of virtual stages that the rules allow; the rest of the choice is yet to be made."""
+        for tp in divisors(self.gpus):
+            if tp > min(self.chip.gpus_per_node, self.model.num_attention_heads):
+                break
+            for pp in divisors(self.gpus // tp):
+                if pp > self.model.num_layers:
+                    break
+                shape = Choice(tp, pp, 1, self.gpus // (tp * pp), 1, 1, "none")
+                if not self._breaks_rules(shape):
+                    yield from (shape._replace(virtual=virtual) for virtual in self._virtual(pp))
+
+    def _virtual(self, pp: int) -> list[int]:
+        """1, 2, 4 and the most there can be, less those that cut unequally what others cut into equal stages."""
+        layers = self.model.num_layers
+        most = min(layers // pp, MOST_VIRTUAL) if pp > 1 else 1
+        return sorted({most, *(n for n in (1, 2, 4) if n <= most and not layers % (pp * n if layers % pp == 0 else 1))})
+
+    def climb(self, shape: Choice) -> None:
+        """Keep the choices of this shape that fit and have no lower one that does, by micro-batch size. What does not
+        fit does not fit with larger micro-batches either, and is not asked again."""
+        stages, samples = (1, 2, 3) if shape.dp > 1 else (0,), self.base.train.global_batch_size // shape.dp
+        too_much: set[tuple[str, int]] = set()
+        for micro_batch in (size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0):
+            lowest = 4
+            for recompute in RECOMPUTE:
+                for zero in stages:
+                    if zero >= lowest:
+                        break
+                    choice = shape._replace(zero=zero, micro_batch=micro_batch, recompute=recompute)
+                    if (recompute, zero) in too_much:
+                        continue
+                    if self._fits(choice):
+                        lowest = zero
+                    else:
+                        too_much.add((recompute, zero))
+
+    def _breaks_rules(self, choice: Choice) -> bool:
+        try:
+            self.config_of(choice).validate_world(self.gpus)
+        except ConfigError as error:
+            field, message = error.problems[0]
+            self.rejected.append(Rejection(choice, field, f"{field}: {message}"))
+            return True
+        return False
+
+    def _fits(self, choice: Choice) -> bool:
+        config, layout = self.config_of(choice), Layout(choice.tp, choice.pp, choice.dp)
+        counts = config.parallel.partition
+        state, rank = self.memories.largest_state(config, layout, counts)
+        if state > self.usable:
+            self._reject(choice, rank, state, "its model state alone is")
+            return False
+        needs = self.memories.fullest(config, layout, counts)
+        if needs.peak > self.usable:
+            self._reject(choice, needs.rank, needs.peak, "it needs")
+            return False
+        step = StepModel(config, layout, self.machine)
+        self.fits.append(_Fit(step.at_least(), choice, needs.rank, config, step))
+        return True
+
+    def _reject(self, choice: Choice, rank: int, needs: float, what: str) -> None:
+        lacks = needs - self.usable
+        reason = f"rank {rank} lacks {lacks / 1e9:.1f} GB: {what} {needs / 1e9:.1f} of {self.usable / 1e9:.1f} GB"
+        self.rejected.append(Rejection(choice, "memory", reason, lacks))
+
+    def plan(self, time: StepTime, fit: _Fit) -> Plan:
+        train = self.base.train
+        tokens = train.global_batch_size * self.base.data.seq_length / self.gpus / time.seconds
+        flops = tokens * flops_per_token(self.model, self.base.data.seq_length)
+        memory = rank_memory(fit.config, self.model, fit.step.layout, fit.rank)
+        return Plan(fit.choice, fit.config, memory, time, tokens, flops / self.chip.peak_flops)
+
+    def config_of(self, choice: Choice) -> Config:
+        """The settings of a choice, with the balanced partition written out."""
+        counts = balanced_counts(self.model, self.base.data.seq_length, choice.pp * choice.virtual)
+        base = self.base
+        sections = {
+            "parallel": base.parallel.model_copy(
+                update={"tp": choice.tp, "pp": choice.pp, "virtual_pp": choice.virtual, "partition": counts}
+            ),
+            "zero": base.zero.model_copy(update={"stage": choice.zero}),
+            "train": base.train.model_copy(
+                update={"micro_batch_size": choice.micro_batch, "recompute": choice.recompute}
+            ),
+        }
+        return base.model_copy(update=sections)
