@@ -23,7 +23,7 @@ import torch
 
 from data.command_line import run_script
 from data.progress import byte_bar
-from megazero.convert import open_weights
+from megazero.convert import HFWeights, open_weights
 from megazero.convert.hf_writer import DEFAULT_SHARD_SIZE, DTYPES, export, parse_size
 from megazero.convert.importer import import_checkpoint
 from megazero.convert.target import refuse_non_empty
@@ -74,7 +74,16 @@ def parse_arguments() -> argparse.Namespace:
             "DIR": "a checkpoint, or a directory of some: its newest",
         }
         add = command.add_argument
-        add("--from", dest="sources", nargs="+", type=Path, required=True, metavar=source, help=meaning[source])
+        add(
+            "--from",
+            dest="sources",
+            action="extend",
+            nargs="+",
+            type=Path,
+            required=True,
+            metavar=source,
+            help=meaning[source],
+        )
         add("--to", dest="target", type=Path, required=True, metavar=target, help="missing or empty")
         add("--verify", action="store_true", help="compare the logits of both sides, by transformers; needs memory")
         add("--skip-existing", action="store_true", help="pass over a target that is there already and whole")
@@ -104,10 +113,14 @@ def plan(arguments: argparse.Namespace) -> list[tuple[Path, Path]]:
     for source, target in zip(sources, targets, strict=True):
         weights = open_source(source, arguments.config) if arguments.command == "import" else open_weights(source)
         if arguments.skip_existing and target.is_dir() and any(target.iterdir()):
-            if open_weights(target).parameters.keys() >= weights.parameters.keys():
+            # An export may have biases (zeros) more.
+            if open_weights(target).parameters.items() >= weights.parameters.items():
                 print(f"{target}: there already", file=sys.stderr)
                 continue
+            raise ConvertError(f"{target}: holds another model than {source}; remove it or choose another --to")
         refuse_non_empty(target)
+        if arguments.verify and arguments.command == "import" and not isinstance(weights, HFWeights):
+            raise ConvertError(f"{source}: is no Hugging Face directory; to verify it, export the import with --verify")
         for note in getattr(weights, "notes", ()):
             print(f"{source}: {note}", file=sys.stderr)
         todo.append((source, target))

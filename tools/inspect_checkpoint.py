@@ -40,8 +40,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if argv and argv[0] not in ("show", "diff", "-h", "--help"):
         argv = ["show", *argv]
     arguments = parser.parse_args(argv)
-    if arguments.command == "diff" and not arguments.tolerance >= 0:
-        diff.error("--tolerance must be at least 0")
+    if arguments.command == "diff" and not 0 <= arguments.tolerance < math.inf:
+        diff.error("--tolerance must be a number of at least 0")
     return arguments
 
 

@@ -30,6 +30,12 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -111,7 +117,9 @@ def exclusive(path: Path) -> Iterator[bool]:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, row-major, little-endian as on every machine torch runs on."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    whole = tensor.detach().cpu().contiguous()
+    # Not reshape: a dimension of one element keeps whatever stride it had, with which there is no view as bytes.
+    return memoryview(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True)

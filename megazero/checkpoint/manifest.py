@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -158,32 +159,63 @@ def read(directory: Path) -> Manifest:
             f"{path}: damaged ({len(data)} bytes, checksum does not match). Restore it from a copy, "
             f"or remove {directory} to go back to the checkpoint before it"
         )
-    body = json.loads(data)
-    if body["format"] != FORMAT or body["version"] > VERSION:
+    try:
+        body = json.loads(data)
+        if body["format"] != FORMAT or body["version"] > VERSION:
+            raise CheckpointError(
+                f"{path}: version {body['version']} of the format, this program reads up to {VERSION}: update megazero"
+            )
+        return _decode(body)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: version {body['version']} of the format, this program reads up to {VERSION}: update megazero"
-        )
-    return _decode(body)
+            f"{path}: not as it was written, though its checksum matches: {type(error).__name__}: {error}. Restore it "
+            f"from a copy, or remove {directory} to go back to the checkpoint before it"
+        ) from error
 
 
 def _decode(body: dict[str, Any]) -> Manifest:
-    files = []
-    for file in body["files"]:
-        chunks = tuple(
-            Chunk(
-                file["name"],
-                chunk["kind"],
-                chunk["name"],
-                Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"])),
-                chunk["start"],
-                chunk["checksum"],
-                chunk.get("dtype", "F32"),  # version 1 has no other
-            )
-            for chunk in file["chunks"]
-        )
-        state = tuple(
-            StateTensor(t["key"], t["dtype"], tuple(t["shape"]), t["start"], t["checksum"]) for t in file["state"]
-        )
-        files.append(RankFile(file["name"], file["size"], file["header_checksum"], chunks, state))
-    parameters = {name: tuple(entry["shape"]) for name, entry in body["parameters"].items()}
-    return Manifest(body["step"], body["meta"], parameters, tuple(files))
+    """Raises ValueError, or what Python does, for what cannot be; so nothing in it leads out of the directory or out of
+    a file, nor takes more memory than a file has bytes."""
+    parameters = {name: _sizes(entry["shape"]) for name, entry in body["parameters"].items()}
+    if not isinstance(body["meta"], dict):
+        raise ValueError("meta is no object")
+    (step,) = _sizes([body["step"]])
+    return Manifest(step, body["meta"], parameters, tuple(_decode_file(file, parameters) for file in body["files"]))
+
+
+def _decode_file(file: dict[str, Any], parameters: dict[str, tuple[int, ...]]) -> RankFile:
+    name, (size,) = file["name"], _sizes([file["size"]])
+    if name == ".." or Path(name).name != name:
+        raise ValueError(f"{name} is not the name of a file beside it")
+
+    def place(tensor: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        start, checksum = _sizes([tensor["start"], tensor["checksum"]])
+        if start + DTYPES[dtype].itemsize * math.prod(shape) > size:
+            raise ValueError(f"a tensor {list(shape)} from byte {start} on is not inside the {size} bytes of {name}")
+        return start, checksum
+
+    chunks = []
+    for chunk in file["chunks"]:
+        box = Rectangle(_sizes(chunk["offsets"]), _sizes(chunk["shape"]))
+        shape, dtype = parameters[chunk["name"]], chunk.get("dtype", "F32")  # version 1 has no other
+        if any(o + n > s for o, n, s in zip(box.offsets, box.shape, shape, strict=True)):
+            raise ValueError(f"{box} is not inside {chunk['name']}, {list(shape)}")
+        chunks.append(Chunk(name, str(chunk["kind"]), chunk["name"], box, *place(chunk, dtype, box.shape), dtype))
+    state = []
+    for tensor in file["state"]:
+        shape = _sizes(tensor["shape"])
+        state.append(StateTensor(tensor["key"], tensor["dtype"], shape, *place(tensor, tensor["dtype"], shape)))
+    return RankFile(name, size, file["header_checksum"], tuple(chunks), tuple(state))
+
+
+def _sizes(values: list[int]) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values} are not sizes")
+    return tuple(values)
+
+
+def within(tree: Any, *keys: str) -> Any:
+    """What is under these keys, one inside the other; None where there is nothing."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree

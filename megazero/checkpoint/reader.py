@@ -50,12 +50,13 @@ class Checkpoint:
 
     ``step``; ``meta``: what was saved with it; ``parameters``: global name → global shape; ``world_size``: how
     many ranks saved it. Nothing is read before it is asked for, every byte read is checked against its
-    checksum, and at most one chunk beyond the result is held in memory.
+    checksum, and at most one chunk beyond the result is held in memory. ``contents``: its manifest. For a second
+    thread make ``Checkpoint(path, contents)``: never half of this save and half of one that has replaced it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, contents: manifest.Manifest | None = None) -> None:
         self.path = directory
-        contents = locate.read_whole(directory)
+        self.contents = contents = contents or locate.read_whole(directory)
         self.step: int = contents.step
         self.meta: dict[str, Any] = contents.meta
         self.parameters: dict[str, tuple[int, ...]] = contents.parameters
@@ -240,6 +241,8 @@ class Checkpoint:
                 self._open[name] = os.open(self.path / name, os.O_RDONLY)
                 header = os.pread(self._open[name], file.header_size, 0)
             except OSError as error:
+                if isinstance(error, PermissionError):
+                    raise CheckpointError(f"{self.path / name}: cannot be read: {error.strerror}") from error
                 raise CheckpointError(self._damage(name, f"cannot be read: {error.strerror}")) from error
             if zlib.crc32(header) != file.header_checksum:
                 os.close(self._open.pop(name))
@@ -247,6 +250,8 @@ class Checkpoint:
         return self._open[name]
 
     def _damage(self, file: str, what: str) -> str:
+        if not self.path.exists():
+            return f"{self.path}: was removed while it was read, as a run with checkpoint.keep does; take a newer one"
         return (
             f"{self.path / file}: damaged: {what}. Restore the file from a copy, "
             f"or remove {self.path} to go back to the checkpoint before it"

@@ -44,7 +44,10 @@ def with_tokenizer(carried: Carried, tokenizer: str | os.PathLike[str] | None) -
     path = Path(tokenizer)
     if path.is_file():
         # The names that transformers looks for; a SentencePiece model may have any.
-        return {**rest, "tokenizer.model" if path.suffix == ".model" else path.name: path}
+        name = "tokenizer.model" if path.suffix == ".model" else path.name
+        if name not in _TOKENIZER:
+            raise ConvertError(f"{path}: is no tokenizer by its name; it must be one of {', '.join(_TOKENIZER)}")
+        return {**rest, name: path}
     found = {name: file for name, file in files_of(path).items() if name in _TOKENIZER}
     if not found:
         raise ConvertError(f"{path}: no tokenizer there; give a directory with one of {', '.join(_TOKENIZER)}")

@@ -15,6 +15,7 @@ from megazero.convert.families import FAMILIES, Family, family_of
 from megazero.convert.families.base import Json
 from megazero.errors import ConvertError
 from megazero.models.config import ModelConfig
+from megazero.models.parameters import parameter_shapes
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -24,7 +25,7 @@ def read_config(raw: Json, where: str) -> tuple[Family, ModelConfig]:
     family = family_of(raw.get("model_type"), where)
     if raw.get("quantization_config"):
         raise ConvertError(f"{where}: quantization_config: quantised weights are not supported; use the original model")
-    values = {**family.defaults, **raw}
+    values = {**family.defaults, **_without_aliases(family, raw, where)}
     fields = {ours: values[theirs] for theirs, ours in family.fields.items()}
     names = {ours: theirs for theirs, ours in family.fields.items()}
     try:
@@ -47,13 +48,33 @@ def read_config(raw: Json, where: str) -> tuple[Family, ModelConfig]:
     return family, config.model_copy(update=sizes)
 
 
+def _without_aliases(family: Family, raw: Json, where: str) -> dict[str, Any]:
+    named = dict(raw)
+    for alias, name in family.aliases.items():
+        if alias in raw:
+            if raw.get(name, raw[alias]) != raw[alias]:
+                raise ConvertError(
+                    f"{where}: {name} = {raw[name]!r} and {alias} = {raw[alias]!r} are one setting; remove one"
+                )
+            named[name] = raw[alias]
+    return named
+
+
+def shapes_of(config: ModelConfig, held: int, where: str) -> dict[str, tuple[int, ...]]:
+    """Global name → global shape. ``held``: tensors in the files; ConvertError where there are more layers than that,
+    before a mistaken number of them is spelled out."""
+    if config.num_layers > held:
+        raise ConvertError(f"{where}: {config.num_layers} layers, but the files hold {held} tensors")
+    return parameter_shapes(config)
+
+
 def read_tokens(raw: Json) -> dict[str, Any]:
     """The special tokens that a config.json names: a number, a list of some, or null."""
 
     def is_token(value: object) -> bool:
         return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
-    given = {name: raw[name] for name in TOKENS if name in raw}
+    given = {name: raw[name] for name in TOKENS if isinstance(raw, Mapping) and name in raw}
     return {
         name: value
         for name, value in given.items()

@@ -85,7 +85,7 @@ def open_canonical(path: str | os.PathLike[str]) -> Contents:
 
 def _of_megazero(path: str | os.PathLike[str]) -> Contents:
     checkpoint = open_checkpoint(path)
-    files, meta = manifest.read(checkpoint.path).files, checkpoint.meta
+    files, meta = checkpoint.contents.files, checkpoint.meta
     # A parameter without elements is in no file.
     holders: dict[tuple[str, str], list[str]] = {("weight", name): [] for name in checkpoint.parameters}
     for file in files:
@@ -108,9 +108,10 @@ def _of_megazero(path: str | os.PathLike[str]) -> Contents:
         for rank in range(len(files)):
             checkpoint.rank_state(rank)
 
-    layout = dict(meta.get("layout") or {})
+    layout = manifest.within(meta, "layout")
+    layout = dict(layout) if isinstance(layout, dict) else {}
     if "config" in meta:
-        layout["zero_stage"] = meta["config"].get("zero", {}).get("stage")
+        layout["zero_stage"] = manifest.within(meta, "config", "zero", "stage")
     facts = {
         "format": "megazero checkpoint",
         "path": str(checkpoint.path),
@@ -162,7 +163,7 @@ def _sorted(tensors: list[StoredTensor]) -> tuple[StoredTensor, ...]:
     """Weights first, then by name, numbers by their value."""
 
     def place(tensor: StoredTensor) -> tuple[bool, str, list[str | int]]:
-        parts: list[str | int] = re.split(r"(\d+)", tensor.name)
+        parts: list[str | int] = re.split(r"(\d{1,18})", tensor.name)
         parts[1::2] = map(int, parts[1::2])
         return tensor.kind != "weight", tensor.kind, parts
 
@@ -190,6 +191,8 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     the result inf.
     """
     total = 0.0
+    if one.is_complex() != other.is_complex():
+        one, other = one.to(torch.complex128), other.to(torch.complex128)
     for a, b in zip(_widened(one), _widened(other), strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
         gap = torch.where(same, 0.0, a - b).nan_to_num(math.inf, math.inf, math.inf)

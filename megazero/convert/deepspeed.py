@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from megazero.convert.configs import read_config, read_tokens
+from megazero.convert.configs import read_config, read_tokens, shapes_of
 from megazero.convert.deepspeed_files import ZeroFiles
 from megazero.convert.families import HEAD
 from megazero.convert.foreign import TrainingState, listed, named_folder, whole_box
 from megazero.convert.tensor_files import read_json
 from megazero.errors import ConvertError
-from megazero.models.parameters import parameter_shapes
 from megazero.sharding import Rectangle
 
 _POINTER = "latest"
@@ -50,9 +49,9 @@ class DeepSpeedWeights:
         self.family, self.config = read_config(raw, str(where))
         ends = read_tokens(raw).get("eos_token_id")
         self.end_of_text: int | None = ends[0] if isinstance(ends, list) else ends
-        self.parameters = parameter_shapes(self.config)
-        self._sources = {name: self.family.source(name) for name in self.parameters}
         self._files = ZeroFiles(self.folder)
+        self.parameters = shapes_of(self.config, len(self._files.shapes), str(where))
+        self._sources = {name: self.family.source(name) for name in self.parameters}
         self._stored = self._names()
         self._check(where)
         self.notes: tuple[str, ...] = ()
@@ -87,6 +86,8 @@ class DeepSpeedWeights:
         prefix, bare = self.family.prefix, {name.removeprefix(common): name for name in stored}
         if any(name.startswith(prefix) for name in bare):
             bare = {name.removeprefix(prefix): full for name, full in bare.items()}
+        if twins := sorted(set(stored) - set(bare.values())):
+            raise ConvertError(f"{self._files.model_file}: {twins[0]} is there twice, with and without {prefix}")
         return {
             name if name == HEAD else prefix + name: full
             for name, full in bare.items()

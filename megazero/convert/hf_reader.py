@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from megazero.checkpoint.files import DTYPE_NAMES
-from megazero.convert.configs import read_config, read_tokens
+from megazero.convert.configs import read_config, read_tokens, shapes_of
 from megazero.convert.families import HEAD, Family
 from megazero.convert.tensor_files import Stored, open_files, read_json
 from megazero.errors import ConvertError
 from megazero.models.config import ModelConfig
-from megazero.models.parameters import parameter_shapes
 from megazero.sharding import Rectangle
 
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -41,11 +40,7 @@ class HFWeights:
         ends = self.tokens.get("eos_token_id")
         self.end_of_text: int | None = ends[0] if isinstance(ends, list) else ends
         self._tensors = self._with_prefix(open_files(self.directory))
-        if self.config.num_layers > len(self._tensors):
-            raise ConvertError(
-                f"{where}: {self.config.num_layers} layers, but the files hold {len(self._tensors)} tensors"
-            )
-        self.parameters = parameter_shapes(self.config)
+        self.parameters = shapes_of(self.config, len(self._tensors), where)
         self._sources = {name: self.family.source(name) for name in self.parameters}
         self._tied_head: Stored | None = None
         self._check()
@@ -77,10 +72,11 @@ class HFWeights:
     def _with_prefix(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
         """The tensors under the names a model with a head has; buffers are left out."""
         prefix = self.family.prefix
-        if any(name.startswith(prefix) for name in tensors):
-            bare = {name.removeprefix(prefix): name for name in tensors}
-        else:
-            bare = {name: name for name in tensors}
+        bare: dict[str, str] = {}
+        for name, stored in tensors.items():
+            other = bare.setdefault(name.removeprefix(prefix), name)
+            if other != name:
+                raise ConvertError(f"{stored.file}: {name} and {other} are the same tensor; remove the wrong one")
         return {
             name if name == HEAD else prefix + name: tensors[stored]
             for name, stored in bare.items()
@@ -130,7 +126,8 @@ class HFWeights:
 
     def _compare(self, word: torch.Tensor, index: tuple[slice, ...]) -> None:
         assert self._tied_head is not None
-        if not torch.equal(word, self._tied_head.read(index)):
+        head = self._tied_head.read(index)
+        if not ((word == head) | (word.isnan() & head.isnan())).all():
             raise ConvertError(
                 f"{self._tied_head.file}: {HEAD} differs from the word embedding, but config.json says "
                 "tie_word_embeddings; it must say false there"
@@ -141,5 +138,10 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
     """The parsed config.json of a Hugging Face directory; ConvertError where there is none."""
     path = directory / "config.json"
     if not directory.is_dir():
+        if directory.exists():
+            raise ConvertError(f"{directory}: is a file; give the directory it is in")
         raise ConvertError(f"{directory}: no such directory; models of the hub must be downloaded first")
-    return read_json(path, f"{directory}: holds no config.json, so it is not a Hugging Face model directory")
+    hint = (
+        "; the models of this cache are in snapshots/, one directory each" if (directory / "snapshots").is_dir() else ""
+    )
+    return read_json(path, f"{directory}: holds no config.json, so it is not a Hugging Face model directory{hint}")

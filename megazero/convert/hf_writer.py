@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from megazero.checkpoint import files, open_checkpoint
+from megazero.checkpoint import Checkpoint, files, manifest
 from megazero.checkpoint.writer import row_runs
 from megazero.convert import carried
 from megazero.convert.ahead import Job, ahead
-from megazero.convert.configs import choose_family, write_config
+from megazero.convert.configs import choose_family, read_tokens, write_config
 from megazero.convert.families import Parts
 from megazero.convert.hf_reader import HFWeights
 from megazero.convert.importer import Progress
@@ -76,8 +76,8 @@ def export(
     along = carried.with_tokenizer(along, tokenizer)
     family, config = choose_family(weights.config, origin.get("model_type"))
     end = weights.end_of_text
-    tokens = origin.get("tokens") or {"bos_token_id": end, "eos_token_id": end}
-    settings = write_config(family, config, dtype, tokens)
+    tokens = manifest.within(origin, "tokens") or {"bos_token_id": end, "eos_token_id": end}
+    settings = write_config(family, config, dtype, read_tokens(tokens))
     tensors = [_Tensor(name, parts[0][1].shape(parts[0][2]), parts) for name, parts in family.tensors(config).items()]
     with new_directory(target) as scratch:
         _write_shards(scratch, _shards(tensors, DTYPES[dtype], limit), weights, DTYPES[dtype], progress)
@@ -102,7 +102,8 @@ def _origin(weights: Weights) -> tuple[dict[str, Any], carried.Carried]:
         return meta, carried.files_of(weights.directory)
     if isinstance(weights, CheckpointWeights):
         beside = weights.checkpoint.path.parent / carried.FOLDER
-        return weights.checkpoint.meta.get("huggingface", {}), carried.files_of(beside)
+        origin = manifest.within(weights.checkpoint.meta, "huggingface")
+        return origin if isinstance(origin, dict) else {}, carried.files_of(beside)
     return {}, {}
 
 
@@ -193,7 +194,8 @@ class _Reader:
         if not isinstance(self._weights, CheckpointWeights):
             return self._weights.read(name, box, dtype)
         if not hasattr(self._own, "checkpoint"):
-            self._own.checkpoint = open_checkpoint(self._weights.checkpoint.path)
+            shared = self._weights.checkpoint
+            self._own.checkpoint = Checkpoint(shared.path, shared.contents)
         return self._own.checkpoint.read("weight", name, box, dtype)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megazero.convert import megatron_dist, megatron_legacy
-from megazero.convert.configs import read_config
+from megazero.convert.configs import read_config, shapes_of
 from megazero.convert.foreign import MOMENTS, Assembled, Part, TrainingState, listed, named_folder, whole_box
 from megazero.convert.megatron_args import read_args
 from megazero.convert.megatron_dist import DistributedFiles, is_distributed
@@ -22,7 +22,6 @@ from megazero.convert.megatron_names import fused_shape, source
 from megazero.convert.tensor_files import read_json
 from megazero.errors import ConvertError
 from megazero.models.config import ModelConfig
-from megazero.models.parameters import parameter_shapes
 from megazero.sharding import Rectangle
 
 _POINTER = "latest_checkpointed_iteration.txt"
@@ -63,7 +62,7 @@ class MegatronWeights:
         self._files: DistributedFiles | LegacyFiles = (
             DistributedFiles(self.folder) if distributed else LegacyFiles(self.folder, common.get("args"), self.config)
         )
-        self.parameters = parameter_shapes(self.config)
+        self.parameters = shapes_of(self.config, len(self._files.parts), str(self.folder))
         self._sources = {name: source(name, shape, self.config) for name, shape in self.parameters.items()}
         self._shapes = {
             self._sources[name].name: fused_shape(name, shape, self.config) for name, shape in self.parameters.items()

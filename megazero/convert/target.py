@@ -19,10 +19,17 @@ _SUFFIX = ".converting"
 def refuse_non_empty(path: str | os.PathLike[str]) -> None:
     """ConvertError unless there is nothing at the path, or an empty directory that can be replaced."""
     path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    try:
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise ConvertError(f"{path}: cannot be written: {explain(error)}") from error
+    if taken:
         raise ConvertError(f"{path}: is there already and not empty; remove it or choose another")
-    if path.is_mount():
+    place = Path(os.path.realpath(path))
+    if place.is_mount():
         raise ConvertError(f"{path}: is where a disk is mounted; choose a directory inside it")
+    if place == Path(os.path.realpath(".")):
+        raise ConvertError(f"{path}: is the directory you are in, which the result would replace; choose one inside it")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,7 @@ def open_files(directory: Path) -> dict[str, Stored]:
     """Name in the files → tensor. Only headers are read. Raises ConvertError, naming the file, for what is wrong."""
     for name, opener in (("model.safetensors", _open_safetensors), ("pytorch_model.bin", _open_bin)):
         single, index = directory / name, directory / f"{name}.index.json"
-        if single.exists():
+        if os.path.lexists(single):
             return opener(single)
         if index.exists():
             return _open_shards(index, opener)
@@ -70,7 +71,7 @@ def read_json(path: Path, missing: str) -> dict[str, Any]:
 def _open_shards(index: Path, opener: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
     weight_map = read_json(index, f"{index}: missing").get("weight_map")
     plain = isinstance(weight_map, dict) and all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        isinstance(file, str) and file and Path(file).name == file for file in weight_map.values()
     )
     if not plain or not weight_map:
         raise ConvertError(f"{index}: its weight_map must give the name of a file beside it for each tensor")
@@ -173,14 +174,19 @@ def _open_bin(path: Path) -> dict[str, Stored]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's first line of it tells how to let the file run code
+            reason = "or it holds more than tensors"
         raise ConvertError(f"{path}: {_unreadable(path)} ({reason})") from error
     if not isinstance(tensors, dict):
         raise ConvertError(f"{path}: holds a {type(tensors).__name__}, not a dict of tensors")
-    return {
-        str(key): Stored(path, tuple(tensor.shape), tensor.dtype, _copying(tensor))
-        for key, tensor in tensors.items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    found = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            if tensor.layout != torch.strided or tensor.device.type != "cpu":
+                kind = "without values" if tensor.device.type != "cpu" else "sparse"
+                raise ConvertError(f"{path}: {key} is a tensor {kind}, which is not supported; save it dense")
+            found[str(key)] = Stored(path, tuple(tensor.shape), tensor.dtype, _copying(tensor.detach()))
+    return found
 
 
 def _copying(tensor: torch.Tensor) -> Callable[[Index], torch.Tensor]:
@@ -188,11 +194,20 @@ def _copying(tensor: torch.Tensor) -> Callable[[Index], torch.Tensor]:
 
 
 def _unreadable(path: Path) -> str:
-    if path.is_file() and _starts_with(path, b"version https://git-lfs"):
+    if not path.is_file():
+        return (
+            "a directory, not a file"
+            if path.exists()
+            else f"a link to {path.readlink()}, which is missing: copy it too"
+        )
+    if _starts_with(path, b"version https://git-lfs"):
         return "a Git LFS pointer, not the weights: fetch them with git lfs pull"
     return "damaged or cut short"
 
 
 def _starts_with(path: Path, prefix: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(prefix)) == prefix
+    try:
+        with path.open("rb") as file:
+            return file.read(len(prefix)) == prefix
+    except OSError as error:
+        raise ConvertError(f"{path}: cannot be read: {error.strerror}") from error

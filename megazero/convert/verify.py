@@ -43,6 +43,8 @@ def largest_difference(
     theirs = _their_logits(hf_directory, tokens_BS)
     gc.collect()
     ours = _our_logits(weights, tokens_BS, dtype)
+    if torch.equal(ours, theirs):  # all zero, it may be
+        return 0.0
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     return difference if difference == difference else float("inf")
 
@@ -52,10 +54,14 @@ def _their_logits(directory: str | os.PathLike[str], tokens_BS: torch.Tensor) ->
     transformers = need_transformers()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        os.fspath(directory), dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
-    return model.eval()(tokens_BS).logits
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            os.fspath(directory), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+        return model.eval()(tokens_BS).logits
+    except Exception as error:  # whatever it makes of a directory that somebody else wrote
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConvertError(f"{directory}: cannot be verified, since transformers cannot run it: {reason}") from error
 
 
 @torch.no_grad()

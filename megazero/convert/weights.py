@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pydantic
 import torch
@@ -50,7 +51,7 @@ class CheckpointWeights:
         self.config = model_of(checkpoint)
         checkpoint.check_matches(parameter_shapes(self.config))
         self.parameters = checkpoint.parameters
-        trained = checkpoint.meta.get("config", {}).get("data", {}).get("eod_id")
+        trained = manifest.within(checkpoint.meta, "config", "data", "eod_id")
         self.end_of_text: int | None = checkpoint.meta.get("eod_id") if trained is None else trained
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -66,15 +67,20 @@ class CheckpointWeights:
 
 def model_of(checkpoint: Checkpoint) -> ModelConfig:
     """The architecture that a checkpoint was saved with."""
-    saved: Any = checkpoint.meta.get("model")
-    if saved is None:
-        raise CheckpointError(f"{checkpoint.path / manifest.NAME}: meta.model, the architecture, is not in it")
+    saved, where = checkpoint.meta.get("model"), checkpoint.path / manifest.NAME
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where}: meta.model, the architecture, is not in it")
     try:
-        return ModelConfig(**saved)
+        config = ModelConfig(**saved)
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise CheckpointError(f"{checkpoint.path / manifest.NAME}: meta.model.{where}: {problem['msg']}") from None
+        field = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"{where}: meta.model.{field}: {problem['msg']}") from None
+    if config.num_layers > len(checkpoint.parameters):
+        raise CheckpointError(
+            f"{where}: meta.model.num_layers: {config.num_layers}, but it holds {len(checkpoint.parameters)} tensors"
+        )
+    return config
 
 
 def open_weights(path: str | os.PathLike[str], config_json: str | os.PathLike[str] | None = None) -> Weights:
@@ -83,15 +89,26 @@ def open_weights(path: str | os.PathLike[str], config_json: str | os.PathLike[st
     ``config_json``: for the last, a Hugging Face config.json (or its folder) that says what the model is. Raises
     ConvertError or CheckpointError where it is none of them, or not whole.
     """
-    foreign = _open_foreign(path, config_json)
-    if foreign is None and not (Path(path) / "config.json").exists():
-        return CheckpointWeights(open_checkpoint(path))
-    return foreign or HFWeights(path)
+    with _readable(path):
+        foreign = _open_foreign(path, config_json)
+        if foreign is None and not (Path(path) / "config.json").exists():
+            return CheckpointWeights(open_checkpoint(path))
+        return foreign or HFWeights(path)
 
 
 def open_source(path: str | os.PathLike[str], config_json: str | os.PathLike[str] | None = None) -> Weights:
     """The same, but not a megazero checkpoint: where it is nothing else, the error says what a directory must have."""
-    return _open_foreign(path, config_json) or HFWeights(path)
+    with _readable(path):
+        return _open_foreign(path, config_json) or HFWeights(path)
+
+
+@contextlib.contextmanager
+def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """ConvertError for what the system refuses, such as a folder of somebody else's."""
+    try:
+        yield
+    except OSError as error:
+        raise ConvertError(f"{path}: cannot be read: {error.strerror} ({error.filename})") from error
 
 
 def _open_foreign(path: str | os.PathLike[str], config_json: str | os.PathLike[str] | None) -> Weights | None:

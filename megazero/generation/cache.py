@@ -6,6 +6,9 @@ import copy
 
 import torch
 
+_MARGIN = 256
+"""Slots beyond what is needed at first."""
+
 
 class KeyValueCache:
     """The cache of one batch on one pipeline stage: row b's token at position p lies in slot p of row b.
@@ -14,7 +17,7 @@ class KeyValueCache:
     written yet, and a causal mask by position never looks there.
 
     A layer's buffers are made when it first has something to keep, so heads and sizes are those that this rank's
-    attention computes. ``capacity``: slots per row.
+    attention computes, and grow as they fill. ``capacity``: slots per row at most.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,13 +43,12 @@ class KeyValueCache:
 
     def extend(self, k_BSgD: torch.Tensor, v_BSgD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the layer's keys and values; returns those of the first ``length`` slots, (B, length, g, D), views."""
-        if self._layer not in self._buffers:
-            rows, _, *rest = k_BSgD.shape
-            self._buffers[self._layer] = (
-                k_BSgD.new_zeros(rows, self._capacity, *rest),
-                v_BSgD.new_zeros(rows, self._capacity, *v_BSgD.shape[2:]),
-            )
-        keys, values = self._buffers[self._layer]
+        keys, values = self._buffers.get(self._layer, (k_BSgD[:, :0], v_BSgD[:, :0]))
+        if keys.shape[1] < self._length:
+            # Not all at once: a limit that is never reached, say a million tokens, must not be paid for.
+            slots = min(self._capacity, max(2 * keys.shape[1], self._length + _MARGIN))
+            keys, values = _with_slots(keys, slots), _with_slots(values, slots)
+            self._buffers[self._layer] = keys, values
         keys[self._rows_B1, self._positions_BS] = k_BSgD
         values[self._rows_B1, self._positions_BS] = v_BSgD
         return keys[:, : self._length], values[:, : self._length]
@@ -55,3 +57,10 @@ class KeyValueCache:
         """Forget all rows but these, ascending."""
         for layer, (keys, values) in self._buffers.items():
             self._buffers[layer] = (keys[rows], values[rows])
+
+
+def _with_slots(buffer_BSgD: torch.Tensor, slots: int) -> torch.Tensor:
+    rows, length, *rest = buffer_BSgD.shape
+    larger_BSgD = buffer_BSgD.new_zeros(rows, slots, *rest)
+    larger_BSgD[:, :length] = buffer_BSgD
+    return larger_BSgD

@@ -13,7 +13,7 @@ from megazero.config import Config
 from megazero.layout import Layout
 from megazero.models.config import ModelConfig
 from megazero.planner.activations import kernels
-from megazero.planner.memory import _Step
+from megazero.planner.memory import StepMemory
 from megazero.planner.model_state import ModelState, StageBuffers, model_state, stage_buffers
 
 
@@ -93,7 +93,7 @@ class Memories:
         if (key, chunks) not in self._buffers:
             self._buffers[key, chunks] = self._piece(key, config, layout).repeated(chunks)
         buffers, kernel = self._buffers[key, chunks], kernels(config, gpu=True)
-        step = _Step(_shorter(config, layout), self.model, layout, pp_rank, kernel, buffers)
+        step = StepMemory(_shorter(config, layout), self.model, layout, pp_rank, kernel, buffers)
         state = self._state(key, config, layout, sum(chunks))
         peak = state.total - step.gradients + max(map(sum, step.moments()))
         return Needs(peak, layout.rank(pp_rank, 0, 0), state)

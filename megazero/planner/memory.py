@@ -97,7 +97,7 @@ def rank_memory(config: Config, model: ModelConfig, layout: Layout, rank: int, *
     kernel = kernels(config, gpu)
     buffers = stage_buffers(config, model, layout, rank)
     state = model_state(buffers.all, coordinates["dp"], zero.stage, kernel.precision, config.train.grad_dtype)
-    step = _Step(config, model, layout, coordinates["pp"], kernel, buffers)
+    step = StepMemory(config, model, layout, coordinates["pp"], kernel, buffers)
     moments = list(step.moments())
     return RankMemory(
         rank,
@@ -117,7 +117,7 @@ class _Moment(NamedTuple):
     buffers: int
 
 
-class _Step:
+class StepMemory:
     """One pipeline rank's step. ``activations``: bytes of one micro-batch in each of its chunks; ``most_activations``:
     of all that it holds at once; ``deferred``: what is left of one after the first of two parts of its backward;
     ``gradients``: bytes of the storages when all are there."""

@@ -325,6 +325,11 @@ class ShardedModel:
             copy = self._local_copies[id(block)] = torch.empty_like(local.slice_of(block.flat))
         copy.copy_(local.slice_of(block.flat))
 
+    def release_all(self) -> None:
+        """Let go of every unit's parameters."""
+        for index in range(len(self.units)):
+            self.release(index)
+
     def _release_chunk(self) -> None:
         """Let go of all parameters that the running pass may use."""
         for index, unit in enumerate(self.units):

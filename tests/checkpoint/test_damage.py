@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,3 +161,64 @@ def test_no_checkpoint_at_all(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="a file; a checkpoint is a directory"):
         newest(tmp_path / "file")
+
+
+def edit_chunk(**changes: Any) -> Callable[[dict], object]:
+    return lambda body: body["files"][0]["chunks"][0].update(changes)
+
+
+def edit_file(**changes: Any) -> Callable[[dict], object]:
+    return lambda body: body["files"][0].update(changes)
+
+
+def state_of_a_terabyte(body: dict) -> None:
+    body["files"][0]["state"][0]["shape"] = [2**40]
+
+
+def shapeless(body: dict) -> None:
+    body["parameters"]["embedding.word.weight"] = {}
+
+
+def no_files(body: dict) -> None:
+    del body["files"]
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (edit_file(name="../elsewhere/rank_00000.safetensors"), "is not the name of a file beside it"),
+        (edit_file(name="/etc/passwd"), "is not the name of a file beside it"),
+        (edit_file(name=".."), "is not the name of a file beside it"),
+        (edit_file(size=-1), "not sizes"),
+        (edit_chunk(start=-8), "not sizes"),
+        (edit_chunk(start=10**15), "is not inside the .* bytes of rank_00000.safetensors"),
+        (edit_chunk(start="8"), "not sizes"),
+        (edit_chunk(shape=[2**31, 2**31], offsets=[0, 0]), "is not inside embedding.word.weight"),
+        (edit_chunk(shape=[1]), "ValueError"),
+        (edit_chunk(offsets=[-1, 0]), "not sizes"),
+        (edit_chunk(dtype="F4"), "F4"),
+        (edit_chunk(name="layers.9.nothing"), "layers.9.nothing"),
+        (state_of_a_terabyte, "is not inside the .* bytes of rank_00000.safetensors"),
+        (shapeless, "shape"),
+        (no_files, "files"),
+        (lambda body: body.update(meta=[]), "meta is no object"),
+        (lambda body: body.update(step="3"), "not sizes"),
+        (lambda body: body.update(version="2"), "TypeError"),
+    ],
+)
+def test_a_manifest_edited_by_hand_leads_nowhere(broken, edit, message):
+    """Its checksum is right again: what it says is judged, before a byte is read or a buffer is made for it."""
+    body = json.loads((broken / "manifest.json").read_bytes())
+    del body["checksum"]
+    edit(body)
+    rest = json.dumps(body)[1:].encode()
+    (broken / "manifest.json").write_bytes(b'{"checksum": "%08x",\n' % zlib.crc32(rest) + rest)
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: not as it was written.*{message}"):
+        open_checkpoint(broken)
+
+
+def test_one_that_is_removed_while_it_is_read_is_not_called_damaged(broken):
+    checkpoint = open_checkpoint(broken)
+    shutil.rmtree(broken)
+    with pytest.raises(CheckpointError, match="was removed while it was read, as a run with checkpoint.keep does"):
+        checkpoint.verify()

@@ -105,8 +105,11 @@ def test_replicas_may_be_saved_more_than_once(tmp_path):
 
 
 def test_odd_shapes(tmp_path):
-    """A scalar, one element, no element, three dims."""
+    """A scalar, one element, no element, three dims, one element with the strides of the matrix it is from."""
+    corner = torch.arange(6.0).view(2, 3)[1:, 2:].t()
+    assert corner.is_contiguous() and corner.reshape(-1).stride() != (1,)
     tensors = {
+        "corner": corner,
         "scalar": torch.tensor(3.5),
         "one": torch.tensor([2.0]),
         "none": torch.empty(0),
@@ -115,7 +118,12 @@ def test_odd_shapes(tmp_path):
         "cube": torch.arange(60.0).view(3, 4, 5),
     }
     chunks = [("weight", n, Rectangle((0,) * t.dim(), tuple(t.shape)), tuple(t.shape), t) for n, t in tensors.items()]
-    state = {"empty": torch.empty(0, 3), "flag": torch.tensor(True), "half": torch.ones(3, dtype=torch.bfloat16)}
+    state = {
+        "corner": corner,
+        "empty": torch.empty(0, 3),
+        "flag": torch.tensor(True),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
     save(tmp_path, 0, chunks, state)
     with open_checkpoint(tmp_path) as checkpoint:
         checkpoint.verify()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +49,24 @@ def test_import_and_export_change_no_bit(name, written, tmp_path):
     assert again.tokens == {"pad_token_id": None, **original.tokens}
     for file in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "hf" / file).read_bytes() == (source / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {"num_attention_heads": 2, "n_head": None, "num_hidden_layers": 2, "n_layer": None}),
+        ("mistral-v0.1", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+        ("mistral-v0.1", {"head_dim": 8, "layer_types": ["sliding_attention"] * 2}),
+    ],
+    ids=["aliases", "types-full", "types-sliding"],
+)
+def test_fields_by_other_names(name, changes, written, tmp_path):
+    """None: left out. That the head's number or the window was overlooked shows in no tensor's shape."""
+    shutil.copytree(written[name][0], tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    assert largest_difference(HFWeights(tmp_path / "hf"), tmp_path / "hf") < TOLERANCE
 
 
 def rank_logits(paths: list[str], tp: int, pp: int, trained: str = "") -> list[torch.Tensor]:

@@ -84,6 +84,10 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     safetensors.torch.save_file(tensors, directory / "model.safetensors")
     assert_same(HFWeights(directory), HFWeights(GPT2))
+    for name in ("lm_head.weight", "transformer.wte.weight"):
+        tensors[name][3, 5] = float("nan")  # a model that has diverged is tied all the same
+    safetensors.torch.save_file(tensors, directory / "model.safetensors")
+    assert HFWeights(directory).read("embedding.word.weight").isnan().sum() == 1
     tensors["lm_head.weight"][514, 63] += 1
     safetensors.torch.save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ConvertError, match="lm_head.weight differs from the word embedding, but config.json"):
@@ -168,6 +172,46 @@ def pointer(directory: Path) -> None:
 
 def remove(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
+
+
+def twin(directory: Path) -> None:
+    tensors = safetensors.torch.load_file(directory / "model.safetensors")
+    tensors["norm.weight"] = 2 * tensors["model.norm.weight"]
+    safetensors.torch.save_file(tensors, directory / "model.safetensors")
+
+
+def dangling(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").symlink_to("../../blobs/0123")
+
+
+def a_directory(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").mkdir()
+
+
+def sparse_bin(directory: Path) -> None:
+    tensors = safetensors.torch.load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to_sparse()
+    torch.save(tensors, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+def meta_bin(directory: Path) -> None:
+    tensors = safetensors.torch.load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to("meta")
+    torch.save(tensors, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+def hub_cache(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    (directory / "snapshots").mkdir()
+
+
+def a_file(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.write_text("{}")
 
 
 def lost_shard(directory: Path) -> None:
@@ -265,7 +309,7 @@ def no_config(directory: Path) -> None:
         (lost_shard, "model-00001-of-00002.safetensors, missing"),
         (bad_bin, "pytorch_model.bin: damaged"),
         (list_bin, "pytorch_model.bin: holds a list, not a dict of tensors"),
-        (code_bin, "pytorch_model.bin: damaged or cut short .*[Ww]eights.only"),
+        (code_bin, "pytorch_model.bin: damaged or cut short .or it holds more than tensors"),
         (flip_header, "model.safetensors: damaged or cut short"),
         (twice, r"b.safetensors: model.norm.weight is in a.safetensors as well"),
         (not_where_it_should_be, r"a.safetensors: has no tensor model.gone, which model.safetensors.index.json says"),
@@ -278,6 +322,13 @@ def no_config(directory: Path) -> None:
         (deep_index, "index.json: cannot be read: nested too deeply"),
         (broken_json, "config.json: cannot be read"),
         (no_config, "holds no config.json"),
+        (twin, "model.safetensors: norm.weight and model.norm.weight are the same tensor|model.norm.weight and norm.w"),
+        (dangling, "model.safetensors: a link to ../../blobs/0123, which is missing"),
+        (a_directory, "model.safetensors: a directory, not a file"),
+        (sparse_bin, "pytorch_model.bin: model.norm.weight is a tensor sparse"),
+        (meta_bin, "pytorch_model.bin: model.norm.weight is a tensor without values"),
+        (hub_cache, "the models of this cache are in snapshots/"),
+        (a_file, "hf: is a file; give the directory it is in"),
         (shutil.rmtree, "no such directory"),
     ],
 )
@@ -317,6 +368,15 @@ def test_damage_is_named(damage, message, tmp_path):
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
             "sliding attention in layers 2 and later but not in all",
         ),
+        (GPT2, {"num_attention_heads": 2}, "n_head = 4 and num_attention_heads = 2 are one setting"),
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta: .*greater than 0"),
+        (
+            LLAMA,
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+            "sliding attention in layer 3 but not in all",
+        ),
+        (LLAMA, {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types = .* for each layer"),
+        (LLAMA, {"num_hidden_layers": 10**9}, "1000000000 layers, but the files hold 39 tensors"),
     ],
 )
 def test_config_that_cannot_be_expressed_is_refused_by_name(source, changes, message, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,10 +14,10 @@ import safetensors.torch
 import torch
 
 from megazero.checkpoint import save
-from megazero.convert import HFWeights, export, import_checkpoint, open_weights
+from megazero.convert import HFWeights, export, hf_writer, import_checkpoint, open_weights
 from megazero.convert.configs import choose_family
 from megazero.convert.hf_writer import parse_size
-from megazero.errors import ConvertError
+from megazero.errors import CheckpointError, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.parameters import parameter_shapes
 from megazero.presets import PRESETS
@@ -30,11 +31,11 @@ ROTARY = dict(norm="rmsnorm", position="rotary", activation="swiglu", ffn_hidden
 NO_BIAS = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
 
 
-def write_checkpoint(root: Path, config: ModelConfig, **meta: object) -> dict[str, torch.Tensor]:
+def write_checkpoint(root: Path, config: ModelConfig, /, **meta: object) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in parameter_shapes(config).items()}
     chunks = [("weight", n, Rectangle((0,) * t.dim(), tuple(t.shape)), tuple(t.shape), t) for n, t in tensors.items()]
-    save(root, 3, chunks, meta={"model": config.model_dump(), **meta})
+    save(root, 3, chunks, meta={"model": config.model_dump()} | meta)
     return tensors
 
 
@@ -195,9 +196,11 @@ def test_tokenizer_files_go_along(tmp_path):
     assert (tmp_path / "hf2" / "generation_config.json").read_bytes() == (GPT2 / "generation_config.json").read_bytes()
     with pytest.raises(ConvertError, match="no tokenizer there"):
         export(tmp_path / "ours", tmp_path / "hf3", tokenizer=tmp_path / "ours")
+    with pytest.raises(ConvertError, match="config.json: is no tokenizer by its name"):
+        export(tmp_path / "ours", tmp_path / "hf3", tokenizer=GPT2 / "config.json")
 
 
-def test_targets(tmp_path):
+def test_targets(tmp_path, monkeypatch):
     import_checkpoint(GPT2, tmp_path / "ours")
     (tmp_path / "empty").mkdir()
     export(tmp_path / "ours", tmp_path / "empty")
@@ -208,8 +211,23 @@ def test_targets(tmp_path):
     ):
         with pytest.raises(ConvertError, match="is there already and not empty"):
             action()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConvertError, match="is the directory you are in, which the result would replace"):
+        export(tmp_path / "ours", ".")
     with pytest.raises(ConvertError, match="/proc/hf: cannot be written"):
         export(tmp_path / "ours", "/proc/hf")
+
+
+def test_a_place_that_the_system_keeps_closed_is_named(monkeypatch, tmp_path):
+    def refused(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(ConvertError, match="hf: cannot be written: Permission denied"):
+        export(tmp_path / "ours", tmp_path / "hf")
+    with pytest.raises(ConvertError, match="ours: cannot be read: Permission denied"):
+        open_weights(tmp_path / "ours")
 
 
 def test_sizes():
@@ -217,3 +235,36 @@ def test_sizes():
     for bad in ("", "big", "0", "-3MB", "5 parsecs"):
         with pytest.raises(ConvertError, match="not a size"):
             parse_size(bad)
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed_with_its_successor(tmp_path):
+    config = ModelConfig(**TINY)
+    write_checkpoint(tmp_path / "run", config)
+    reader = hf_writer._Reader(open_weights(tmp_path / "run"))
+    save(
+        tmp_path / "run",
+        3,
+        [("weight", n, Rectangle((0,) * len(s), s), s, torch.ones(s)) for n, s in parameter_shapes(config).items()],
+        meta={"model": config.model_dump()},
+    )
+    with pytest.raises(CheckpointError, match="rank_00000.safetensors: damaged: the checksum of"):
+        reader.read("final_norm.weight", Rectangle((0,), (16,)), torch.float32)
+
+
+def test_an_architecture_that_is_not_the_checkpoints(tmp_path):
+    """As a manifest edited by hand has it: told before as many names are made up."""
+    for number, (model, message) in enumerate(
+        [
+            ({"num_layers": 10**9}, "num_layers: 1000000000, but it holds 36 tensors"),
+            ({"vocab_size": 10**12}, "is of another model"),
+            ([], "the architecture, is not in it"),
+        ]
+    ):
+        config = ModelConfig(**TINY)
+        model = {**config.model_dump(), **model} if isinstance(model, dict) else model
+        write_checkpoint(tmp_path / str(number), config, model=model, config=None, huggingface=[])
+        with pytest.raises(CheckpointError, match=message):
+            open_weights(tmp_path / str(number))
+    write_checkpoint(tmp_path / "odd", config, config=None, huggingface=[], layout=3)
+    export(tmp_path / "odd", tmp_path / "hf")
+    assert HFWeights(tmp_path / "hf").tokens == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

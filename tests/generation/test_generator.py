@@ -11,6 +11,7 @@ from torch import nn
 
 from megazero.errors import ConfigError, DivergenceError
 from megazero.generation import Generator, Sampling
+from megazero.generation import cache as cache_module
 from megazero.layout import Layout
 from megazero.models import init, registry
 from megazero.models.attention import Attention
@@ -65,6 +66,21 @@ def test_every_token_goes_through_the_model_once() -> None:
     generator(gpt).generate([[1, 2, 3], [4, 5]], 10, GREEDY)
     handle.remove()
     assert counts == [2 * 3] + [2] * 9
+
+
+def test_the_cache_grows_with_the_text_not_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of 10^9 tokens would be terabytes; that growing loses nothing is held against a model without cache."""
+    gpt, prompts = plain(position="rotary", sliding_window=5), [[1, 2, 3], [4, 5]]
+    monkeypatch.setattr(cache_module, "_MARGIN", 1)
+    seen = []
+
+    def on_token(index: int, token: int, last: bool) -> bool:
+        seen.append(token)
+        return len(seen) >= 40
+
+    found = generator(gpt).generate(prompts, 10**9, GREEDY, on_token=on_token)
+    assert found == [recomputed(gpt, prompt, len(new)) for prompt, new in zip(prompts, found)]
+    assert [len(new) for new in found] == [21, 20]
 
 
 def test_a_row_that_ends_leaves_the_others_as_they_are() -> None:

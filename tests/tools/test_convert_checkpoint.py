@@ -60,7 +60,7 @@ def test_several_inputs(run):
         "ours/a/step_00000000",
         "ours/b/step_00000000",
     ]
-    run("export", "--from", "ours/a", "ours/b", "--to", "hf")
+    run("export", "--from", "ours/a", "--from", "ours/b", "--to", "hf")
     for name in ("a", "b"):
         before, after = HFWeights(name), HFWeights(f"hf/{name}")
         assert all(torch.equal(before.read(key), after.read(key)) for key in before.parameters)
@@ -83,6 +83,19 @@ def test_skip_existing_takes_only_what_is_whole(run):
     (Path("ours/step_00000000/rank_00000.safetensors")).write_bytes(b"")
     with pytest.raises(MegazeroError, match="rank_00000.safetensors: 0 bytes"):
         run("import", "--from", LLAMA, "--to", "ours", "--skip-existing")
+
+
+def test_skip_existing_does_not_take_another_model_for_it(run):
+    shutil.copytree(LLAMA, "small")
+    tensors = safetensors.torch.load_file("small/model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:900].clone()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:900].clone()
+    safetensors.torch.save_file(tensors, "small/model.safetensors")
+    config = json.loads(Path("small/config.json").read_text())
+    Path("small/config.json").write_text(json.dumps({**config, "vocab_size": 900}))
+    run("import", "--from", LLAMA, "--to", "ours")
+    with pytest.raises(ConvertError, match="ours: holds another model than small"):
+        run("import", "--from", "small", "--to", "ours", "--skip-existing")
 
 
 def test_every_input_is_looked_at_before_the_first_is_converted(run):
@@ -115,6 +128,15 @@ def test_verify_fails_where_the_logits_differ(run, monkeypatch):
     monkeypatch.setattr(convert_checkpoint, "largest_difference", lambda *_: float("nan"))
     with pytest.raises(ConvertError, match="logits differ"):
         run("import", "--from", GPT2, "--to", "again", "--verify")
+
+
+def test_what_transformers_cannot_run_is_no_traceback(run):
+    pytest.importorskip("transformers")
+    shutil.copytree(LLAMA, "hf")
+    config = json.loads(Path("hf/config.json").read_text())
+    Path("hf/config.json").write_text(json.dumps({**config, "rms_norm_eps": "1e-5"}))
+    with pytest.raises(ConvertError, match="hf: cannot be verified, since transformers cannot run it: .*rms_norm_eps"):
+        run("import", "--from", "hf", "--to", "ours", "--verify")
 
 
 def test_verify_without_transformers_is_an_error_before_work(run, monkeypatch):

@@ -243,10 +243,27 @@ def test_a_family_that_is_not_known_goes_by_the_names_in_its_files(tmp_path, cal
         call("diff", ours, tmp_path / "b")
 
 
+def test_any_dtype_against_any_other(tmp_path, call):
+    """The same numbers are the same, whatever holds them; [1, 4] is off [1, 2] by 2 of the larger norm, √17."""
+    others = (torch.complex64, torch.float8_e8m0fnu, torch.float8_e5m2fnuz, torch.uint16, torch.uint64, torch.bfloat16)
+    for folder, second in (("a", 2.0), ("b", 4.0)):
+        values = torch.tensor([1.0, second])
+        tensors = {str(dtype): values.clone() if folder == "a" else values.to(dtype) for dtype in others}
+        tensors |= {f"{dtype} 2": torch.tensor([1.0, 2.0]).to(dtype) for dtype in others}
+        tensors |= {f"x{'7' * 5000}": values.clone(), "float": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text('{"model_type": "other"}')
+        safetensors.torch.save_file(tensors, tmp_path / folder / "model.safetensors")
+    assert call(tmp_path / "b")[0] == 0
+    code, output = call("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert code == 1 and set(errors_of(output).values()) == {0.0, 2 / 17**0.5}
+
+
 def test_mistakes(tmp_path, saved, call, capsys):
     with pytest.raises(CheckpointError, match="no such checkpoint directory"):
         call(tmp_path / "none")
     with pytest.raises(CheckpointError, match="holds no megazero checkpoint"):
         call("diff", saved, tmp_path)
     assert call("diff", saved, saved, "--tolerance", "-1")[0] == 2
+    assert call("diff", saved, saved, "--tolerance", "inf")[0] == 2  # a missing tensor is within no tolerance
     assert call("diff", saved)[0] == 2 and call()[0] == 2

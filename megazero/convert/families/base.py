@@ -54,8 +54,9 @@ class Family:
 
     ``prefix`` stands before every tensor but the head's; files of the bare model lack it. ``rows``: our module → its
     place. ``buffers``: what files may hold besides parameters, as a pattern of the name without the prefix.
-    ``fields``: name in config.json → field of ModelConfig. ``defaults``: what transformers takes for a field that
-    config.json leaves out. ``requires``: fields of ModelConfig that all models of the family have alike.
+    ``fields``: name in config.json → field of ModelConfig. ``aliases``: further names that transformers takes for
+    some. ``defaults``: what transformers takes for a field that config.json leaves out. ``requires``: fields of
+    ModelConfig that all models of the family have alike.
     """
 
     model_type: ClassVar[str]
@@ -64,6 +65,7 @@ class Family:
     rows: ClassVar[Mapping[str, Row]]
     buffers: ClassVar[re.Pattern[str]]
     fields: ClassVar[Mapping[str, str]]
+    aliases: ClassVar[Mapping[str, str]] = {}
     defaults: ClassVar[Json]
     requires: ClassVar[Json]
 

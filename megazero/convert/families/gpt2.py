@@ -51,6 +51,12 @@ class GPT2(Family):
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_word_embeddings",
     }
+    aliases = {
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
     defaults = {
         "n_layer": 12,
         "n_embd": 768,

@@ -87,6 +87,21 @@ class LlamaLike(Family):
         }
 
 
+def window_of_types(values: Json, where: str) -> int | None:
+    """The sliding window, where ``layer_types`` says of each layer whether its attention slides. ConvertError where
+    some slide and some do not."""
+    kinds, layers = values["layer_types"], values["num_hidden_layers"]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ConvertError(f"{where}: layer_types = {kinds!r} must name one of {', '.join(known)} for each layer")
+    if len(set(kinds)) > 1:
+        raise ConvertError(
+            f"{where}: sliding attention in layer {kinds.index('sliding_attention')} but not in all (layer_types) is "
+            "not supported; only all layers or none"
+        )
+    return values["sliding_window"] if kinds[0] == "sliding_attention" else None
+
+
 class Llama(LlamaLike):
     model_type = "llama"
     architecture = "LlamaForCausalLM"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.convert.families.base import Json
-from megazero.convert.families.llama import LlamaLike
+from megazero.convert.families.llama import LlamaLike, window_of_types
 from megazero.models.config import ModelConfig
 
 
@@ -22,7 +22,9 @@ class Mistral(LlamaLike):
     requires = LlamaLike.requires | {"qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
 
     def read(self, values: Json, where: str) -> dict[str, Any]:
-        return super().read(values, where) | {"sliding_window": values["sliding_window"]}
+        typed = values.get("layer_types") is not None
+        window = window_of_types(values, where) if typed else values["sliding_window"]
+        return super().read(values, where) | {"sliding_window": window}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         return super().write(config) | {"sliding_window": config.sliding_window}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.convert.families.base import Json
-from megazero.convert.families.llama import LlamaLike
+from megazero.convert.families.llama import LlamaLike, window_of_types
 from megazero.errors import ConvertError
 from megazero.models.config import ModelConfig
 
@@ -39,24 +39,17 @@ def _read_window(values: Json, where: str) -> int | None:
     window = values["sliding_window"]
     if not values["use_sliding_window"] or window is None:
         return None
-    kinds = values.get("layer_types")
-    if kinds is None:
-        layers, first = values["num_hidden_layers"], values["max_window_layers"]
-        if not isinstance(layers, int) or not isinstance(first, int):
-            raise ConvertError(f"{where}: max_window_layers = {first!r} of num_hidden_layers = {layers!r}: no numbers")
-        some, every, first = first < layers, first <= 0, max(0, first)
-    else:
-        if not isinstance(kinds, list):
-            raise ConvertError(f"{where}: layer_types = {kinds!r} is no list")
-        slides = [kind == "sliding_attention" for kind in kinds]
-        some, every = any(slides), all(slides)
-        first = slides.index(True) if some else 0
-    if some and not every:
+    if values.get("layer_types") is not None:
+        return window_of_types(values, where)
+    layers, first = values["num_hidden_layers"], values["max_window_layers"]
+    if not isinstance(layers, int) or not isinstance(first, int):
+        raise ConvertError(f"{where}: max_window_layers = {first!r} of num_hidden_layers = {layers!r}: no numbers")
+    if 0 < first < layers:
         raise ConvertError(
-            f"{where}: sliding attention in layers {first} and later but not in all (max_window_layers, "
-            "layer_types) is not supported; only all layers or none"
+            f"{where}: sliding attention in layers {first} and later but not in all (max_window_layers) is not "
+            "supported; only all layers or none"
         )
-    return window if some else None
+    return window if first < layers else None
 
 
 class Qwen2(QwenLike):

@@ -21,7 +21,8 @@ def read_rope(values: Json, where: str) -> tuple[float, RopeScaling | None]:
         raise ConvertError(f"{where}: rope_scaling or rope_parameters = {given!r} is no JSON object")
     rope: dict[str, Any] = dict(given)
     try:
-        theta = float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0)
+        named = (rope.get("rope_theta"), values.get("rope_theta"), 10000.0)
+        theta = float(next(value for value in named if value is not None))
         partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
         if partial not in (None, 1):
             raise ConvertError(f"{where}: partial_rotary_factor = {partial} is not supported, only 1 is")
