@@ -30,8 +30,9 @@ from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.tensor_parallel.parallelize import parallelize
 from megazero.topology import Topology
 from megazero.zero.blocks import decoder_units
+from megazero.zero.groups import data_parallel
 from megazero.zero.hooks import install_hooks
-from megazero.zero.sharded import ShardedModel, ZeroSettings, data_parallel, leave_meta
+from megazero.zero.sharded import ShardedModel, ZeroSettings, leave_meta
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -14,7 +14,7 @@ from megazero.comm import Communicator
 from megazero.ds_config.tree import CommsLogger
 from megazero.errors import ConfigError
 from megazero.topology import Topology
-from megazero.zero.sharded import DataParallel
+from megazero.zero.groups import DataParallel
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 

@@ -25,10 +25,11 @@ from megazero.foreign.units import foreign_units
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.layout import Layout
 from megazero.topology import Topology
+from megazero.zero.groups import DataParallel, data_parallel
 from megazero.zero.guard import Guard
 from megazero.zero.homes import home_of, settle_model
 from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
-from megazero.zero.sharded import DataParallel, ShardedModel, ZeroSettings, data_parallel
+from megazero.zero.sharded import ShardedModel, ZeroSettings
 from megazero.zero.slices import Slice
 
 TIMEOUT = 1800

@@ -24,8 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megazero.ds_config import read_ds_config
 from megazero.foreign.initialize import TIMEOUT, start_topology
+from megazero.zero.groups import data_parallel
 from megazero.zero.homes import home_of, settle
-from megazero.zero.sharded import data_parallel
 from megazero.zero.slices import Pending, Slice
 
 _WHOLE_MODULES = 2

@@ -238,7 +238,8 @@ def test_damage_found_by_a_worker_leaves_the_earlier_dataset(tmp_path):
 @pytest.mark.parametrize("how, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stopped_script_leaves_nothing(tmp_path, how, status):
     code = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever has started the tests may ignore it
 sys.path[0] = {str(ROOT)!r}
 from data.command_line import run_script
 from data.indexed import token_dtype
@@ -248,7 +249,7 @@ def main():
     with DatasetWriter("new/o", token_dtype(9)) as writer:
         writer.add_document([1])
         print("ready", flush=True)
-        time.sleep(600)
+        time.sleep(60)
 
 run_script(main)
 """

@@ -131,7 +131,8 @@ def test_slurm(recipes: Recipes):
 def test_slurm_requeues_a_job_whose_time_is_over(recipes: Recipes, requeue: str, said: list[str]):
     """Slurm signals the script; what srun has started is told to end, and does so in its own time."""
     commands = {
-        "srun": "trap 'sleep 0.2; echo saved >saved; exit' TERM; echo $$ >new; mv new pid; while sleep 0.1; do :; done",
+        "srun": """trap 'sleep 0.2; echo saved >saved; exit' TERM
+echo $$ >new; mv new pid; for i in {1..600}; do sleep 0.1; done""",
         "scontrol": 'if [ "$1" = show ]; then echo node-a; else echo "$@" >>said; fi',
         "scancel": 'echo "$@" >cancelled; kill -TERM "$(cat pid)"',
     }

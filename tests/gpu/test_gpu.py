@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.telemetry.timeline import bubble_fraction, measured_bars
 from megazero.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazero.tensor_parallel.mappings import TensorParallel
 from tests.engine.tiny import (
@@ -76,15 +77,17 @@ def test_steady_steps_never_wait_for_the_gpu(corpus: Path, sync_is_an_error: Non
     [
         {"parallel.tp": 2},
         {"parallel.pp": 2},
+        {"parallel.pp": 2, "parallel.virtual_pp": 2},
+        {"parallel.pp": 2, "parallel.schedule": "zero_bubble"},
         {"zero.stage": 1},
         {"zero.stage": 2},
         {"zero.stage": 3, "zero.stage3_param_persistence_threshold": 100},
     ],
-    ids=["tp2", "pp2", "dp2 zero1", "dp2 zero2", "dp2 zero3"],
+    ids=["tp2", "pp2", "pp2 interleaved", "pp2 zero_bubble", "dp2 zero1", "dp2 zero2", "dp2 zero3"],
 )
 def test_two_gpus_do_what_one_does(corpus: Path, tmp_path: Path, changes: dict) -> None:
     """P1 over NCCL, in float32: to the tolerances of the reference runs."""
-    common = {"train.compile": False, "train.micro_batch_size": 2}
+    common = {"train.compile": False, "train.micro_batch_size": 2, "model.num_layers": 4}
     one, two = (
         common | {"checkpoint.dir": tmp_path / name, "log.jsonl": tmp_path / f"{name}.jsonl"} for name in ("one", "two")
     )
@@ -94,6 +97,23 @@ def test_two_gpus_do_what_one_does(corpus: Path, tmp_path: Path, changes: dict) 
     names = ("loss", "grad_norm")
     assert_close(series(tmp_path / "two.jsonl", *names), series(tmp_path / "one.jsonl", *names))
     assert_weights_close(state(tmp_path / "two"), state(tmp_path / "one"))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_step_is_recorded_on_the_gpu(corpus: Path, tmp_path: Path, schedule: str) -> None:
+    """log.timeline by the device's clock, compiled: on a rank computations follow each other, and each takes time."""
+    changes = {"parallel.pp": 2, "parallel.schedule": schedule, "log.timeline": tmp_path / "timeline"}
+    changes |= {"train.compile": True, "train.precision": "bf16", "train.micro_batch_size": 2, "log.interval": 4}
+    command = ["-m", "megazero", "launch", "--nproc", "2", str(SCRIPT), *flags(tiny(corpus, changes))]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    for bars in measured_bars(tmp_path / "timeline").values():
+        for rank in (0, 1):
+            own = [bar for bar in bars if bar.rank == rank and bar.is_compute]
+            assert len(own) == (3 if schedule == "zero_bubble" else 2) * 4
+            assert all(bar.end > bar.start for bar in own)
+            assert all(one.end <= other.start + 1e-6 for one, other in zip(own, own[1:]))
+        assert 0 < bubble_fraction(bars) < 1
 
 
 @pytest.mark.gpu(2)

@@ -16,7 +16,8 @@ from megazero.optim.adamw import AdamW
 from megazero.planner.model_state import ModelState, model_state, model_state_bytes, stage_buffers
 from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.zero.blocks import decoder_units
-from megazero.zero.sharded import DataParallel, ShardedModel
+from megazero.zero.groups import DataParallel
+from megazero.zero.sharded import ShardedModel
 from tests.planner.live import storage_bytes
 
 # Rajbhandari et al. 2020, arXiv 1910.02054, table 1: GB per device for 7.5, 128 and 1000 billion parameters, each at

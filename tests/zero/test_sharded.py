@@ -12,8 +12,9 @@ from torch import nn
 from megazero.comm import Communicator
 from megazero.sharding import whole
 from megazero.zero.blocks import Unit
+from megazero.zero.groups import DataParallel
 from megazero.zero.hooks import install_hooks
-from megazero.zero.sharded import DataParallel, ShardedModel, ZeroSettings, leave_meta
+from megazero.zero.sharded import ShardedModel, ZeroSettings, leave_meta
 
 WIDTH = 6
 
