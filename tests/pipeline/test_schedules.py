@@ -7,6 +7,7 @@ import itertools
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -37,6 +38,11 @@ def sizes(name: str) -> list[tuple[int, int, int]]:
     return found + [(16, m, 4 if several else 1) for m in (15, 64)]
 
 
+def all_sizes(name: str) -> Iterator[tuple[int, int, int]]:
+    several = name == "interleaved"
+    return itertools.product(range(1 + several, 17), range(1, 65), (2, 3, 4) if several else (1,))
+
+
 built = functools.cache(build_schedule)
 
 
@@ -64,24 +70,12 @@ def compute(actions: list[Action]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_is_proven(name: str) -> None:
-    for stages, micro_batches, chunks in sizes(name):
+def test_every_schedule_is_proven(name: str, pytestconfig: pytest.Config) -> None:
+    """With --whole, in a quarter of an hour, all of up to 16 stages, 64 micro-batches and 4 chunks."""
+    for stages, micro_batches, chunks in all_sizes(name) if pytestconfig.getoption("whole") else sizes(name):
         prove(built(name, stages, micro_batches, chunks), name, micro_batches, chunks)
         evaluation = evaluation_schedule(stages, micro_batches, chunks)
         check_evaluation_schedule(evaluation, micro_batches, chunks)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_of_up_to_16_stages_64_micro_batches_and_4_chunks(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("whole"):
-        pytest.skip("with --whole only: a quarter of an hour")
-    several = name == "interleaved"
-    for stages, micro_batches, chunks in itertools.product(
-        range(1 + several, 17), range(1, 65), (2, 3, 4) if several else (1,)
-    ):
-        prove(build_schedule(name, stages, micro_batches, chunks), name, micro_batches, chunks)
 
 
 def test_1f1b_is_the_papers_figure() -> None:

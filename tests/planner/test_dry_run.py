@@ -90,16 +90,16 @@ def test_a_process_that_is_in_a_group_is_told() -> None:
 MODELS = {"llama3-8b": 8192, "llama3-70b": 8192, "llama3.1-405b": 8192, "gpt3-175b": 2048}
 
 
-def ranks_of_16384(model: str, pytestconfig: pytest.Config) -> list[int]:
-    whole = [0, 8192, 16383]
-    return whole if pytestconfig.getoption("--whole") else {"llama3-8b": [8192]}.get(model, [])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "rank_of_16384" in metafunc.fixturenames:
+        whole = [(model, rank) for model in MODELS for rank in (0, 8192, 16383)]
+        chosen = whole if metafunc.config.getoption("whole") else whole[1:2]
+        metafunc.parametrize("rank_of_16384", chosen, ids=str)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_fastest_layout_of_16384_gpus(model: str, pytestconfig: pytest.Config) -> None:
+def test_the_fastest_layout_of_16384_gpus(rank_of_16384: tuple[str, int]) -> None:
     """First, middle and last rank of each; one of the twelve without --whole."""
-    if not (ranks := ranks_of_16384(model, pytestconfig)):
-        pytest.skip("costly: only with --whole")
+    model, rank = rank_of_16384
     base = Config.model_validate(
         {
             "model": {"preset": model},
@@ -108,5 +108,4 @@ def test_the_fastest_layout_of_16384_gpus(model: str, pytestconfig: pytest.Confi
         }
     )
     config = search(base, 16384, CHIPS["h100"], top=1).plans[0].config
-    for rank in ranks:
-        assert dry_run(config, 16384, rank) == planned(config, 16384, rank)
+    assert dry_run(config, 16384, rank) == planned(config, 16384, rank)
