@@ -46,6 +46,7 @@ def shutdown() -> None:
         _server.cache_clear()
 
 
+@functools.cache
 def help_of(script: str | Path, *arguments: str, directory: str | Path = "/") -> str:
     """What ``script ARGUMENTS --help`` prints when it is called in ``directory``; it must end well."""
     server = _server()
