@@ -43,6 +43,7 @@ setup(
             *TENSORBOARD,
             *PEFT,
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "setuptools",

@@ -9,6 +9,7 @@ import pytest
 
 from tests import script_help
 from tests.distributed import harness
+from tests.skips import needs_gpu
 
 # Before torch is imported anywhere. Many processes share few cores; and sums are then the same from run to run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +23,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def ranks() -> Callable:
     """`tests.distributed.harness.run`: call a module-level function on several processes."""
     return harness.run
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where a test was skipped that need not be; a machine with a GPU may lack packages."""
+    import torch
+
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or torch.cuda.is_available():  # none in the processes that tests are shared out to
+        return
+    skipped = {report.nodeid.partition("[")[0] for report in reporter.stats.get("skipped", [])}
+    if others := skipped - needs_gpu():
+        reporter.write_line(f"skipped, and not in tests/gpu/needs_gpu.txt: {', '.join(sorted(others))}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

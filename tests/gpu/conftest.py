@@ -1,4 +1,4 @@
-"""Tests marked ``gpu(count)`` run where there are that many CUDA devices, and test_skips.py runs after all others."""
+"""Tests marked ``gpu(count)`` run where there are that many CUDA devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("gpu")
         if marker is not None and devices < marker.args[0]:
             item.add_marker(pytest.mark.skip(f"needs {marker.args[0]} CUDA devices, there are {devices}"))
-    items.sort(key=lambda item: item.path.name == "test_skips.py")
 
 
 @pytest.fixture(scope="session")
