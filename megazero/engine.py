@@ -167,8 +167,7 @@ class Engine:
         """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
         micro_batches = self._read(source, self.consumed_samples)
         lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
-        interval = self.config.log.interval
-        is_logged = bool(interval) and ((self.step + 1) % interval == 0 or self.step + 1 == self.config.train.steps)
+        is_logged = self._is_due(self.config.log.interval, self.step + 1)
         with self._recorder.step(self.step + 1, is_logged):
             sums = self._forward_backward(micro_batches, lr)
         self.step += 1
@@ -242,7 +241,10 @@ class Engine:
 
     def due(self, interval: int) -> bool:
         """Whether the step just taken is a multiple of ``interval``, or the run's last; never where that is 0."""
-        return bool(interval) and (self.step % interval == 0 or self.step == self.config.train.steps)
+        return self._is_due(interval, self.step)
+
+    def _is_due(self, interval: int, step: int) -> bool:
+        return bool(interval) and (step % interval == 0 or step == self.config.train.steps)
 
     @torch.no_grad()
     def eval_batch(self, source: BatchSource, first: int) -> tuple[torch.Tensor, float]:
