@@ -66,6 +66,7 @@ def dry_run(config: Config, world_size: int, rank: int) -> Account:
 
     Raises ConfigError where the layout does not fit, LaunchError where this process is in a process group already.
     """
+    check_planned(config)
     layout, model = config.layout(world_size), config.model.architecture
     precision = kernels(config, gpu=True).precision
     train = config.train.model_copy(update={"compile": False, "precision": precision})

@@ -49,6 +49,10 @@ def check_planned(config: Config) -> None:
         found.append(
             ("train.precision", "fp32: the rate of a GPU's products in it is not known; plan with bf16 or fp16")
         )
+    if config.schedule == "zero_bubble":
+        found.append(
+            ("parallel.schedule", "zero_bubble's split backward is not in the planner's model; plan with 1f1b")
+        )
     if found:
         raise ConfigError(found)
 

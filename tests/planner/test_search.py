@@ -10,6 +10,7 @@ import pytest
 from megazero.config import Config
 from megazero.errors import ConfigError
 from megazero.planner.chips import CHIPS
+from megazero.planner.dry_run import dry_run
 from megazero.planner.many import Memories
 from megazero.planner.memory import plan
 from megazero.planner.search import search
@@ -114,6 +115,13 @@ def test_no_layout_fits() -> None:
 def test_what_is_wrong_under_every_layout_is_said_at_once(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         search(settings(GPT, 1024, 8, **changes), 8, CHIPS["h100"])
+
+
+def test_a_split_backward_has_no_plan() -> None:
+    config = settings(GPT, 1024, 8, parallel={"pp": 2, "schedule": "zero_bubble"})
+    for planned in (lambda: step_time(config, 2, CHIPS["h100"]), lambda: dry_run(config, 2, 0)):
+        with pytest.raises(ConfigError, match="parallel.schedule: zero_bubble's split backward"):
+            planned()
 
 
 def test_step_time_of_a_layout_that_does_not_fit_the_rules() -> None:
