@@ -125,6 +125,7 @@ class Engine:
         finally:
             self._stop.uninstall()
             self.telemetry.close()
+            self.stage.sharded.close()
             gc.unfreeze()
         # After an error other ranks may be inside a collective: leave it to the process's end.
         if self._owns_group and error is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +15,9 @@ from megazero.errors import MegazeroError
 from megazero.sharding import Piece, Rectangle
 from megazero.zero.flat import FlatLayout
 from megazero.zero.guard import Guard, placeholder, set_class
+from megazero.zero.offload.gradients import HostGradient
+from megazero.zero.offload.link import Arrival
+from megazero.zero.offload.tier import Tier
 
 Reader = Callable[[str, tuple[int, ...], Rectangle], torch.Tensor]
 """(global name, global shape, box) → float32 values of the box."""
@@ -59,7 +63,8 @@ class Block:
     where the optimizer state is not sharded. ``shard``: its slice, in either case. ``trainable``: its parameters have
     gradients and optimizer state. ``optimizer_state``: what the optimizer keeps of the owned range, by name. ``guard``:
     the classes of its parameters while they are not whole. ``holders``: how many GatheredParameters keep it whole;
-    ``lent``: it is whole for their sake alone.
+    ``lent``: it is whole for their sake alone. ``host_grad``: where the float32 state is kept off the device, the
+    reduced gradient beside it; else None.
     """
 
     def __init__(
@@ -73,7 +78,10 @@ class Block:
         device: torch.device,
         trainable: bool = True,
         guard: Guard | None = None,
+        tier: Tier | None = None,
+        state_leaves: bool = False,
     ) -> None:
+        """``tier``: what is kept off the device, where anything is. ``state_leaves``: this block's float32 state is."""
         self.layout, self.sharding = layout, sharding
         self.shard = layout.shard(rank)
         self.owned = self.shard if sharding.state else (0, layout.numel)
@@ -82,9 +90,15 @@ class Block:
         owned = self.flat[slice(*self.owned)]
         # The owned values in the parameters' dtype: where parameters are cut, all that stays of them.
         self.values = owned.clone() if sharding.parameters else owned
-        # In float32 the parameter is its own master.
-        keeps_master = trainable and dtype != torch.float32
-        self.master = torch.zeros_like(owned, dtype=torch.float32) if keeps_master else self.values
+        self.values_leave = tier is not None and tier.settings.parameters != "none" and sharding.parameters
+        if tier is not None and self.values_leave:
+            self.values = tier.memory.empty(owned.numel(), dtype, pin=tier.settings.pin_parameters)
+        self._memory = tier.memory if tier is not None and state_leaves else None
+        self.host_grad = HostGradient(tier, owned.numel(), grad_dtype) if tier is not None and state_leaves else None
+        self._update: Future[Arrival] | None = None
+        # In float32 the parameter is its own master, where both are kept in the same place.
+        keeps_master = trainable and (dtype != torch.float32 or state_leaves != self.values_leave)
+        self.master = self.new_state() if keeps_master else self.values
         self.optimizer_state: dict[str, torch.Tensor] = {}
         self.grad: torch.Tensor | None = None
         self._grad_views: list[torch.Tensor] = []
@@ -106,6 +120,13 @@ class Block:
         self.state = State.SHARDED
         if sharding.parameters:
             self._drop_storage()
+
+    def new_state(self) -> torch.Tensor:
+        """float32 zeros for the owned range, where its state is kept."""
+        numel = self.owned[1] - self.owned[0]
+        if self._memory is not None:
+            return self._memory.empty(numel, torch.float32)
+        return torch.zeros(numel, dtype=torch.float32, device=self.flat.device)
 
     @staticmethod
     def _view(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
@@ -197,24 +218,43 @@ class Block:
         """The gathered values were changed, alike on every rank: they are the model's from here on. A master that a
         value is still the rounded form of stays."""
         changed = self.flat[slice(*self.owned)]
-        if self.master is self.values:
-            self.values.copy_(changed)
-            return
-        same = self.master.to(changed.dtype) == changed
-        self.master.copy_(torch.where(same, self.master, changed.float()))
+        if self.master is not self.values:
+            there = changed.to(self.master.device)
+            same = self.master.to(there.dtype) == there
+            self.master.copy_(torch.where(same, self.master, there.float()))
         self.values.copy_(changed)
 
     def updated(self, copied: bool = False) -> None:
         """The owned float32 values changed: write them in the parameters' dtype (unless that is ``copied`` already);
         other slices are now stale."""
-        if self.sharding.parameters:
-            self.release()
-        else:
-            self.use()
+        self.before_update()
         if self.master is not self.values and not copied:
             self.values.copy_(self.master)
         self.drop_grad()
         self.state = State.SHARDED
+
+    def before_update(self) -> None:
+        """The owned values are about to change: nothing may be under way with them."""
+        if self.sharding.parameters:
+            self.release()
+        else:
+            self.use()
+
+    def updating(self, update: Future[Arrival]) -> None:
+        """Follows ``before_update``: the host is changing the owned values, and sends them on its way here."""
+        self._update = update
+        self.drop_grad()
+        self.state = State.SHARDED
+
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None
+
+    def settle(self) -> None:
+        """Where the host is changing the owned values: wait for that, and order what follows after their arrival."""
+        if self._update is not None:
+            update, self._update = self._update, None
+            update.result().wait()
 
     def accumulate(self) -> None:
         """The running backward has made all the gradients it makes of these parameters: move those that are still on
@@ -271,12 +311,32 @@ class Block:
             self._kept += part
         self.grad, self._grad_views = None, []
 
+    def leave(self) -> None:
+        """The buffer was reduced, and the state is kept off the device: so is the gradient of the owned range from here
+        on, and the rest is dropped."""
+        assert self.host_grad is not None
+        self.settle()
+        part = self._kept
+        if part is None:
+            assert self.grad is not None, self.layout.name
+            part = self.grad[slice(*self.owned)]
+        self.host_grad.take(part)
+        self.grad = self._kept = None
+        self._grad_views = []
+
     @property
     def has_grad(self) -> bool:
-        return self.grad is not None or self._kept is not None
+        return self.grad is not None or self._kept is not None or self._grad_left
+
+    @property
+    def _grad_left(self) -> bool:
+        return self.host_grad is not None and self.host_grad.present
 
     def owned_grad(self) -> torch.Tensor:
-        """The reduced gradient of the owned range."""
+        """The reduced gradient of the owned range; where the state is kept off the device, there."""
+        if self.host_grad is not None and self.host_grad.present:
+            assert self.grad is None and self._kept is None, self.layout.name
+            return self.host_grad.there()
         if self._kept is not None and self.grad is not None:
             self.keep_owned()
         if self._kept is not None:
@@ -290,7 +350,13 @@ class Block:
         ``reduced``: whether ``grad`` holds the sum in this rank's slice.
         """
         share = torch.zeros(end - start, dtype=torch.float32, device=self.flat.device)
-        for values, base, whole in ((self._kept, self.owned[0], False), (self.grad, 0, not reduced)):
+        left = self.host_grad.send_back() if self.host_grad is not None and self.host_grad.present else None
+        start_of = self.owned[0]
+        for values, base, whole in (
+            (left, start_of, False),
+            (self._kept, start_of, False),
+            (self.grad, 0, not reduced),
+        ):
             if values is not None:
                 low, high = (start, end) if whole else (max(start, self.shard[0]), min(end, self.shard[1]))
                 if low < high:
@@ -301,9 +367,12 @@ class Block:
         """Forget what was accumulated."""
         self.grad = self._kept = None
         self._grad_views = []
+        if self.host_grad is not None:
+            self.host_grad.drop()
 
     def owned_state(self, kind: str) -> torch.Tensor:
         """The owned range of the weights (``weight``, in float32), or of what the optimizer keeps under that name."""
+        self.settle()
         return self.master if kind == "weight" else self.optimizer_state[kind]
 
     def load(self, kind: str, read: Reader, only: str | None = None) -> None:

@@ -9,7 +9,7 @@ this rank) is flushed with zeros when backward ends. A gather that no earlier pa
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,13 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.comm import Work
 from megazero.errors import MegazeroError
 from megazero.sharding import Rectangle, ShardSpec
 from megazero.zero.block import Block, Reader, Sharding, State
-from megazero.zero.blocks import Unit
+from megazero.zero.blocks import BlockPlan, Unit
 from megazero.zero.flat import FlatLayout, buckets, optimizer_group
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.tier import Tier
 from megazero.zero.order import UseOrder
 from megazero.zero.reduction import GradientReduction
 
@@ -43,7 +46,7 @@ def leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
 class ZeroSettings:
     """``stage`` and sizes in elements; see config_tree.ZeroSection. ``keep_gathered``: parameters stay whole from their
     first use in a step to its last, over all its micro-batches. ``overlap``: backward goes on while a bucket is
-    reduced."""
+    reduced. ``offload``: what is kept off the device."""
 
     stage: int
     reduce_bucket_size: int
@@ -54,6 +57,7 @@ class ZeroSettings:
     reshard_after_forward: bool = True
     keep_gathered: bool = False
     overlap: bool = True
+    offload: Offload = Offload()
 
     @staticmethod
     def of(zero: Any, **switches: bool) -> ZeroSettings:
@@ -65,6 +69,7 @@ class ZeroSettings:
             zero.stage3_prefetch_bucket_size,
             zero.stage3_param_persistence_threshold,
             zero.stage3_max_live_parameters,
+            offload=Offload.of(zero),
             **switches,
         )
 
@@ -115,16 +120,36 @@ class ShardedModel:
         parameters = dict(model.named_parameters())
         frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         threshold = settings.persistence_threshold if self.sharding.parameters else None
+        plans = [
+            [
+                (plan, FlatLayout.build(plan.name, plan.specs, groups.shard.size, group_of))
+                for plan in unit.split(frozen, dtypes, threshold)
+            ]
+            for unit in units
+        ]
+        self.tier = Tier(settings.offload, device) if settings.offload.active else None
+        leaving = _leaving(plans, settings.offload)
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []
-        for unit in units:
+        for unit, own in zip(units, plans, strict=True):
             indices = []
-            for plan in unit.split(frozen, dtypes, threshold):
-                layout = FlatLayout.build(plan.name, plan.specs, groups.shard.size, group_of)
+            for plan, layout in own:
                 sources = {n: source_of(n, parameters[n]) for n in plan.specs} if source_of is not None else {}
                 sharding = replace(self.sharding, parameters=self.sharding.parameters and not plan.persistent)
                 rank, grads = groups.shard.rank, grad_dtype
-                block = Block(layout, parameters, rank, sharding, plan.dtype, grads, device, plan.trainable, guard)
+                block = Block(
+                    layout,
+                    parameters,
+                    rank,
+                    sharding,
+                    plan.dtype,
+                    grads,
+                    device,
+                    plan.trainable,
+                    guard,
+                    self.tier,
+                    len(self.blocks) in leaving,
+                )
                 indices.append(len(self.blocks))
                 self.blocks.append(block)
                 for name in list(sources):
@@ -148,6 +173,12 @@ class ShardedModel:
         self._passed: set[int] = set()  # units that the running backward has done with
         self._at = -1  # the unit that it entered last
         self._local_copies: dict[int, torch.Tensor] = {}
+        self._late: deque[_LateGather] = deque()
+
+    def close(self) -> None:
+        """The end: what the host is doing is done."""
+        if self.tier is not None:
+            self.tier.close()
 
     def _plan_buckets(self) -> None:
         def bucketed(items: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
@@ -177,29 +208,60 @@ class ShardedModel:
             self.gather_bucket(bucket)
 
     def gather_bucket(self, bucket: Sequence[int]) -> None:
-        """Issue the all-gather of the stale blocks among ``bucket`` that stay whole between uses."""
+        """Issue the all-gather of the stale blocks among ``bucket`` that stay whole between uses.
+
+        [Note: gathers that wait for the host] What the host is still updating is gathered when it is first used, so
+        that the next forward begins while the update goes on; all that was asked for before it is gathered first, in
+        the order in which it was asked for: which is the same on every rank, whatever each of them uses first.
+        """
         blocks = [self.blocks[i] for i in bucket]
-        self._issue_gather([b for b in blocks if not b.sharding.parameters and b.state is State.SHARDED])
+        stale = [b for b in blocks if not b.sharding.parameters and b.state is State.SHARDED]
+        if not self._late and not any(block.is_updating for block in stale):
+            self._issue_gather(stale)
+        elif stale:
+            late = _LateGather(self._late, lambda: self._gather_values(stale))
+            for block in stale:
+                block.gathering(late)
 
     def _issue_gather(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            if not block.layout.numel:
-                block.gathering(None)
+            if block.sharding.parameters:
+                block.settle()
+                block.gather_into()
+        work = self._gather_values(blocks)
+        for block in blocks:
+            block.gathering(work if block.layout.numel else None)
+
+    def _gather_values(self, blocks: Sequence[Block]) -> Work | None:
+        """Make ``flat`` of every block whole, from the ranks' values."""
         blocks = [block for block in blocks if block.layout.numel]
         if not blocks:
-            return
+            return None
+        for block in blocks:
+            block.settle()
         shard, local = self.groups.shard, self.groups.local
         if local is not None and self.in_backward and all(id(block) in self._local_copies for block in blocks):
-            work = local.all_gather([b.gather_into() for b in blocks], [self._local_copies[id(b)] for b in blocks])
-        elif self.sharding.state and shard.size > 1:
-            work = shard.all_gather([b.gather_into() for b in blocks], [b.values for b in blocks])
-        else:
-            work = None
-            for block in blocks:
-                if block.sharding.parameters:
-                    block.gather_into().copy_(block.values)
+            return local.all_gather([b.flat for b in blocks], [self._local_copies[id(b)] for b in blocks])
+        if any(block.values_leave for block in blocks):
+            return self._gather_from_host(blocks)
+        if self.sharding.state and shard.size > 1:
+            return shard.all_gather([b.flat for b in blocks], [b.values for b in blocks])
         for block in blocks:
-            block.gathering(work)
+            if block.sharding.parameters:
+                block.flat.copy_(block.values)
+        return None
+
+    def _gather_from_host(self, blocks: Sequence[Block]) -> Work | None:
+        """The values of freed blocks, from every rank's host memory."""
+        assert self.tier is not None
+        shard, link = self.groups.shard, self.tier.link
+        if shard.size == 1:
+            return _Together([link.back(block.flat, block.values) for block in blocks])
+        slices = [shard.slice_of(block.flat) for block in blocks]
+        for own, block in zip(slices, blocks, strict=True):
+            link.back(own, block.values)
+        with link.stream_back():  # so that the collective waits for the copies, and nothing else does
+            return shard.all_gather([block.flat for block in blocks], slices)
 
     def enter(self, index: int) -> None:
         """A unit is about to be used, in forward or backward: make its parameters whole, and fetch ahead."""
@@ -250,6 +312,8 @@ class ShardedModel:
             if (size and ahead > self.settings.prefetch_bucket_size) or not self.settings.prefetch_bucket_size:
                 return
             if any(block.state is State.SHARDED for block in unit.freed):
+                if any(block.is_updating for block in unit.freed):
+                    return  # the unit that is used now would wait for the host as well
                 if self._live + unit.numel > self.settings.max_live_parameters:
                     return
                 self._fetch(index, foretold=True)
@@ -441,9 +505,17 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """The step's gradients are whole from here on: all reductions done, over copies of the state too."""
         self.reduction.finish()
-        if self.groups.replicate.size > 1:
-            grads = [block.owned_grad() for block in self.trained]
-            self.groups.replicate.all_reduce(grads).wait()
+        replicate = self.groups.replicate
+        if replicate.size == 1:
+            return
+        grads = [block.owned_grad() for block in self.trained if block.host_grad is None]
+        if grads:
+            replicate.all_reduce(grads).wait()
+        for host_grad in (block.host_grad for block in self.trained):
+            if host_grad is not None:
+                part = host_grad.send_back()
+                replicate.all_reduce([part]).wait()
+                host_grad.replace(part)
 
     @property
     def trained(self) -> list[Block]:
@@ -455,6 +527,50 @@ class ShardedModel:
         return chain.from_iterable(
             zip((e.name for e in block.layout.entries), block.parameters, strict=True) for block in self.blocks
         )
+
+
+class _LateGather:
+    """An all-gather that is issued when it is waited for; see [Note: gathers that wait for the host].
+
+    ``queue``: those that are not issued, in order."""
+
+    def __init__(self, queue: deque[_LateGather], issue: Callable[[], Work | None]) -> None:
+        self._queue, self._issue = queue, issue
+        self._issued, self._work = False, None
+        queue.append(self)
+
+    def wait(self) -> None:
+        while not self._issued:
+            first = self._queue.popleft()
+            first._work, first._issued = first._issue(), True
+        if self._work is not None:
+            self._work.wait()
+
+
+class _Together:
+    """Several copies as one work."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _leaving(plans: Sequence[Sequence[tuple[BlockPlan, FlatLayout]]], offload: Offload) -> set[int]:
+    """Indices of the blocks whose float32 state is kept off the device: the last ones, up to ``ratio`` of it all. The
+    first are what the next forward needs first."""
+    if offload.optimizer == "none":
+        return set()
+    sizes = [layout.numel if plan.trainable else 0 for own in plans for plan, layout in own]
+    left = offload.ratio * sum(sizes)
+    found = set()
+    for index in reversed(range(len(sizes))):
+        if sizes[index] and left > 0:
+            found.add(index)
+            left -= sizes[index]
+    return found
 
 
 def _boxes_of(name: str, value: torch.Tensor) -> Reader:

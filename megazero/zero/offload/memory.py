@@ -1,0 +1,107 @@
+"""Host memory that the device copies from and to at full speed."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import torch
+
+from megazero.errors import ConfigError, MegazeroError
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
+)
+
+
+class HostMemory:
+    """Takes host memory for one rank. ``taken``, ``pinned``: bytes of all that is alive.
+
+    [Note: exact pages]
+    Torch's pinned allocator rounds every tensor up to a power of two, which is up to half of the memory for nothing.
+    Here each tensor is an anonymous mapping of its own, of huge pages where the kernel has some, registered with CUDA
+    once where it is to be pinned. Only what the device copies from or to is: masters and moments are never.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.taken = self.pinned = 0
+
+    def empty(self, numel: int, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+        """A tensor of zeros."""
+        size = numel * dtype.itemsize
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        try:
+            pages = mmap.mmap(-1, size)
+        except (OSError, ValueError) as error:
+            raise MegazeroError(f"offload: no {size} bytes of host memory are to be had: {error}") from error
+        if size >= 2**22 and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(pages, dtype=dtype)
+        pin = pin and self._cuda
+        if pin:
+            _register(tensor)
+        self.taken += size
+        self.pinned += size if pin else 0
+        weakref.finalize(tensor.untyped_storage(), _let_go, weakref.ref(self), tensor.data_ptr(), size, pin)
+        return tensor
+
+
+def _register(tensor: torch.Tensor) -> None:
+    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(status):
+        raise MegazeroError(
+            f"offload: CUDA cannot pin {tensor.nbytes} bytes of host memory (error {int(status)}); raise the limit of "
+            "locked memory (ulimit -l), or set pin_memory to false, which is slower"
+        )
+
+
+def _let_go(memory: weakref.ref[HostMemory], address: int, size: int, pinned: bool) -> None:
+    if pinned:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    owner = memory()
+    if owner is not None:
+        owner.taken -= size
+        owner.pinned -= size if pinned else 0
+
+
+def available_host_memory() -> int:
+    """Bytes that this machine's processes can still take: the kernel's estimate, less where a container has a limit."""
+    free = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    for limit, usage, stat in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):
+            allowed = int(Path(limit).read_text())  # "max" where there is none
+            fields = dict(line.split() for line in Path(stat).read_text().splitlines())
+            cache = int(fields.get("inactive_file", 0))  # what the kernel drops when asked for memory
+            free = min(free, allowed - int(Path(usage).read_text()) + cache)
+    return max(0, free)
+
+
+def check_host_memory(field: str, needed: int, limit: int | None = None) -> None:
+    """Raises ConfigError where ``needed`` bytes on each rank are more than the machine has for all of its ranks.
+
+    ``limit``: bytes for all of them; None: what is available now.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = available_host_memory() if limit is None else limit
+    if needed * ranks > limit:
+        raise ConfigError.single(
+            field,
+            f"{needed * ranks / 1e9:.1f} GB of host memory are needed on this machine ({ranks} x "
+            f"{needed / 1e9:.1f} GB), and {limit / 1e9:.1f} GB are available; keep more of it on the device (ratio), "
+            "choose device nvme, 16-bit moments or masters, or train.grad_dtype bf16 (docs/offload.md has the sizes)",
+        )

@@ -1,0 +1,72 @@
+"""What a rank keeps off its device, and the thread that updates it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from megazero.zero.flat import FlatLayout
+from megazero.zero.offload.link import Link
+from megazero.zero.offload.memory import HostMemory
+from megazero.zero.offload.settings import Offload
+
+
+class Piece(NamedTuple):
+    """Elements [start, end) of a block's owned range, counted from its first, of one optimizer group."""
+
+    group: str
+    start: int
+    end: int
+
+
+class Tier:
+    """The host side of one rank.
+
+    [Note: one worker] Updates run one after another in one thread, in the order in which they were asked for, each on
+    all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first.
+    """
+
+    def __init__(self, settings: Offload, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.memory = HostMemory(device)
+        self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
+        self.threads = settings.threads or own_threads()
+        self._worker = ThreadPoolExecutor(1, "offload", self._begin)
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def _begin(self) -> None:
+        torch.set_grad_enabled(False)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            # Launchers set OMP_NUM_THREADS to 1; this number is of this thread alone.
+            torch.set_num_threads(self.threads)
+
+    def submit(self, work: Callable[[], None]) -> Future:
+        """``work()`` in the worker, after what was asked for before."""
+        return self._worker.submit(work)
+
+    def close(self) -> None:
+        """Wait for the worker and end it."""
+        self._worker.shutdown()
+
+    def scratch(self, name: str, numel: int) -> torch.Tensor:
+        """float32 room of up to ``buffer_size`` elements, for the worker alone."""
+        if name not in self._scratch:
+            self._scratch[name] = self.memory.empty(self.settings.buffer_size, torch.float32)
+        return self._scratch[name][:numel]
+
+
+def own_threads() -> int:
+    """Cores that this process may use, shared with the other ranks of its machine."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def pieces(layout: FlatLayout, owned: tuple[int, int], size: int) -> Iterator[Piece]:
+    """The owned range by optimizer group, in pieces of up to ``size`` elements, a multiple of the alignment."""
+    for group, (low, high) in layout.group_ranges(*owned).items():
+        for start in range(low, high, size):
+            yield Piece(group, start - owned[0], min(start + size, high) - owned[0])
