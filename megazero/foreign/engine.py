@@ -409,6 +409,7 @@ class ZeroEngine(WeightExport, nn.Module):
         it."""
         self._checkpoints.wait()
         self.reports.close()
+        self.sharded.close()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
         """What ``to``, ``half`` and the like come to. Parameters stay in their buffers, so nothing may change."""

@@ -185,6 +185,7 @@ def _common(saved: Any, device: torch.device) -> Any:
 
 
 def _state_of(optimizer: ShardOptimizer, part: Part) -> Mapping[str, Any]:
+    part.block.settle()
     return optimizer.optimizer.state.get(part.parameter, {})
 
 

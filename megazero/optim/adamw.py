@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megazero.optim.host_adamw import HostAdamW, Options, Scalars
+from megazero.optim.host_adamw import HostAdam, Options, Target
 from megazero.zero.block import Block
 from megazero.zero.sharded import ShardedModel
 
@@ -25,7 +25,7 @@ class AdamW:
         for block in sharded.trained:
             for moment in ("exp_avg", "exp_avg_sq"):
                 block.optimizer_state[moment] = block.new_state()
-        self._host = HostAdamW(sharded.tier) if sharded.tier is not None else None
+        self._host = HostAdam(sharded.tier) if sharded.tier is not None else None
 
     @torch.no_grad()
     def step(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> None:
@@ -58,9 +58,17 @@ class AdamW:
         host = self._host
         if host is None or not leaving:
             return lambda block: None
-        scalars = host.send(Scalars(factor.reciprocal(), skip, self.count))
-        options = {group: Options(lr, self.betas, self.eps, decay) for group, decay in self.decay.items()}
-        return lambda block: host.update(block, options, scalars)
+        scalars = host.send(factor.reciprocal(), skip, self.count, divides=True)
+        return lambda block: host.update(block, self._targets(block, lr), scalars)
+
+    def _targets(self, block: Block, lr: float) -> list[Target]:
+        found = []
+        for group, (start, end) in block.layout.group_ranges(*block.owned).items():
+            start, part = start - block.owned[0], slice(start - block.owned[0], end - block.owned[0])
+            state = (block.master, block.optimizer_state["exp_avg"], block.optimizer_state["exp_avg_sq"])
+            options = Options(lr, self.betas, self.eps, self.decay[group])
+            found.append(Target(start, *(values[part] for values in state), options))
+        return found
 
     def _one_pass(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> Callable[[Sequence[Block]], None]:
         from megazero.optim.single_pass import adamw  # triton comes with torch's CUDA builds only

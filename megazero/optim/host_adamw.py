@@ -1,4 +1,4 @@
-"""AdamW for blocks whose float32 state is in host memory: torch's fused CPU kernel, piece by piece, in a thread.
+"""Adam and AdamW for state in host memory: torch's fused CPU kernels, piece by piece, in a thread.
 
 [Note: pieces] A piece (`buffer_size` elements) is small enough that what one operation leaves of it in the cores'
 caches is there for the next: the gradient's conversion, the kernel, and the copy into the parameters' dtype pass over
@@ -8,7 +8,7 @@ the results are the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,92 +16,109 @@ import torch
 
 from megazero.zero.block import Block
 from megazero.zero.offload.link import ARRIVED, Arrival
-from megazero.zero.offload.tier import Piece, Tier, pieces
-
-
-class Scalars(NamedTuple):
-    """A step's numbers, on the device. ``divisor``: of the gradients. ``skip``: 1 where nothing may change. ``count``:
-    Adam's own, this step's included."""
-
-    divisor: torch.Tensor
-    skip: torch.Tensor
-    count: torch.Tensor
+from megazero.zero.offload.tier import Tier
 
 
 class Options(NamedTuple):
-    """Of one optimizer group."""
+    """Of one optimizer group. ``decoupled``: weight decay is AdamW's, else an L2 term of the gradient."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    decoupled: bool = True
+
+
+class Target(NamedTuple):
+    """What of one group a block owns: flat float32 state of elements [start, start + n) of the owned range.
+
+    ``count``: the state's own step counter, which an update that is not skipped advances; None: the step's."""
+
+    start: int
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    options: Options
+    count: torch.Tensor | None = None
 
 
 class Sent(NamedTuple):
-    """Scalars on their way to the host: (3,) float32."""
+    """A step's numbers on their way to the host, (3,) float32: what gradients are divided by (or multiplied with), 1
+    where nothing may change, Adam's counter with this step."""
 
     values: torch.Tensor
     arrival: Arrival
+    divides: bool
 
 
-class HostAdamW:
+class HostAdam:
     """Updates blocks in ``tier``'s thread, in the order of the calls."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
 
-    def send(self, scalars: Scalars) -> Sent:
-        """The step's numbers to the host, once they are known."""
-        values = torch.stack([value.float() for value in scalars])
+    def send(self, scale: torch.Tensor, skip: torch.Tensor, count: torch.Tensor, *, divides: bool) -> Sent:
+        """The step's scalars, on the device, to the host: as soon as they are known there."""
+        values = torch.stack([value.float() for value in (scale, skip, count)])
         host = torch.empty(3, dtype=torch.float32, pin_memory=values.is_cuda)
-        return Sent(host, self._tier.link.out(host, values))
+        return Sent(host, self._tier.link.out(host, values), divides)
 
-    def update(self, block: Block, options: Mapping[str, Options], scalars: Sent) -> None:
-        """After ``block.before_update``: update it when its gradient and the scalars are there; by group name."""
-        block.updating(self._tier.submit(partial(self._update, block, options, scalars)))
+    def update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> None:
+        """After ``block.before_update``: update it when its gradient and the scalars are there."""
+        block.updating(self._tier.submit(partial(self._update, block, targets, scalars)))
 
-    def _update(self, block: Block, options: Mapping[str, Options], scalars: Sent) -> Arrival:
+    def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> Arrival:
         scalars.arrival.wait_on_host()
-        divisor, skip, _ = scalars.values.tolist()
+        scale, skip, _ = scalars.values.tolist()
         arrival = ARRIVED
         if skip:
             return arrival
         assert block.host_grad is not None
-        grad = block.host_grad.there()
-        for piece in pieces(block.layout, block.owned, self._tier.settings.buffer_size):
-            master = block.master[piece.start : piece.end]
-            moments = [block.optimizer_state[name][piece.start : piece.end] for name in ("exp_avg", "exp_avg_sq")]
-            part = self._gradient(grad[piece.start : piece.end], divisor)
-            _adamw(master, part, moments, options[piece.group], scalars.values[2])
-            arrival = self._send_back(block, piece, master, arrival)
+        grad, size = block.host_grad.there(), self._tier.settings.buffer_size
+        for target in targets:
+            count = scalars.values[2] if target.count is None else target.count.add_(1)
+            for first in range(0, target.master.numel(), size):
+                part = slice(first, min(first + size, target.master.numel()))
+                master, *moments = (state[part] for state in (target.master, target.exp_avg, target.exp_avg_sq))
+                place = slice(target.start + part.start, target.start + part.stop)
+                _kernel(master, self._gradient(grad[place], scale, scalars.divides), *moments, target.options, count)
+                arrival = self._pass_on(block, place, master, arrival)
         return arrival
 
-    def _gradient(self, grad: torch.Tensor, divisor: float) -> torch.Tensor:
-        """In float32, divided; the kernel would write it back to memory."""
-        if grad.dtype == torch.float32 and divisor == 1:
+    def _gradient(self, grad: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:
+        """In float32, scaled."""
+        if grad.dtype == torch.float32 and scale == 1:
             return grad
         scratch = self._tier.scratch("gradient", grad.numel())
         scratch.copy_(grad)
-        return scratch if divisor == 1 else scratch.div_(divisor)
+        if scale == 1:
+            return scratch
+        return scratch.div_(scale) if divides else scratch.mul_(scale)
 
-    def _send_back(self, block: Block, piece: Piece, master: torch.Tensor, arrival: Arrival) -> Arrival:
+    def _pass_on(self, block: Block, place: slice, master: torch.Tensor, arrival: Arrival) -> Arrival:
+        """New values to where the block keeps them."""
         if block.values is block.master:
             return arrival
-        values = block.values[piece.start : piece.end]
+        values = block.values[place]
         if block.values_leave:
             values.copy_(master)
             return arrival
         return self._tier.link.bring(values, master)
 
 
-def _adamw(
-    master: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor], options: Options, count: torch.Tensor
+def _kernel(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    options: Options,
+    count: torch.Tensor,
 ) -> None:
-    torch._fused_adamw_(
+    (torch._fused_adamw_ if options.decoupled else torch._fused_adam_)(
         [master],
         [grad],
-        [moments[0]],
-        [moments[1]],
+        [exp_avg],
+        [exp_avg_sq],
         [],
         [count],
         amsgrad=False,

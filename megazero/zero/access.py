@@ -25,7 +25,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     start, end = _range(home, param)
     (low, high), base = _cut(start, end, home.block.owned), home.block.owned[0]
     whole = torch.zeros(end - start, dtype=torch.float32, device=home.sharded.device)
-    whole[low - start : high - start] = home.block.master[low - base : high - base]
+    whole[low - start : high - start] = home.block.owned_state("weight")[low - base : high - base]
     return _assembled(home, whole).view(param.shape)
 
 
@@ -38,6 +38,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     start, end = _range(home, param)
     low, high = _cut(start, end, block.owned)
     own = value[low - start : high - start]
+    block.settle()
     if not block.sharding.parameters or block.is_whole:
         block.use()
         block.views[block.index_of(param)].copy_(value.view(param.shape))
@@ -162,6 +163,7 @@ def _shared(home: InEngine, param: nn.Parameter, value: torch.Tensor) -> torch.T
 def _states(home: InEngine, start: int, end: int) -> Iterator[tuple[int, int, dict[str, Any], int]]:
     """This rank's parts of the block's [start, end): (low, high, the optimizer's state of it, where low is in that)."""
     shards = _engine(home).shard_optimizer
+    home.block.settle()
     for part in shards.all:
         if part.block is home.block:
             first = part.start()

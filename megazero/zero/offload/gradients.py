@@ -46,7 +46,8 @@ class HostGradient:
         self.present = True
 
     def _measure(self, part: torch.Tensor) -> None:
-        self.norms = torch._foreach_norm([part[a:b] for a, b in self.norm_ranges], 2, dtype=torch.float32)
+        parts = [part[a:b] for a, b in self.norm_ranges]
+        self.norms = list(torch._foreach_norm(parts, 2, dtype=torch.float32)) if parts else []
 
     def there(self) -> torch.Tensor:
         """The gradient, when it has arrived."""

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
-from megazero.zero.flat import FlatLayout
 from megazero.zero.offload.link import Link
 from megazero.zero.offload.memory import HostMemory
 from megazero.zero.offload.settings import Offload
-
-
-class Piece(NamedTuple):
-    """Elements [start, end) of a block's owned range, counted from its first, of one optimizer group."""
-
-    group: str
-    start: int
-    end: int
 
 
 class Tier:
@@ -63,10 +53,3 @@ class Tier:
 def own_threads() -> int:
     """Cores that this process may use, shared with the other ranks of its machine."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def pieces(layout: FlatLayout, owned: tuple[int, int], size: int) -> Iterator[Piece]:
-    """The owned range by optimizer group, in pieces of up to ``size`` elements, a multiple of the alignment."""
-    for group, (low, high) in layout.group_ranges(*owned).items():
-        for start in range(low, high, size):
-            yield Piece(group, start - owned[0], min(start + size, high) - owned[0])
