@@ -23,7 +23,7 @@ class AdamW:
         self.decay = {"decay": weight_decay, "no_decay": 0.0}
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         for block in sharded.trained:
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in ("exp_avg", "exp_avg_sq") if block.store is None else ():
                 block.optimizer_state[moment] = block.new_state()
         self._host = HostAdam(sharded.tier) if sharded.tier is not None else None
 
@@ -62,13 +62,11 @@ class AdamW:
         return lambda block: host.update(block, self._targets(block, lr), scalars)
 
     def _targets(self, block: Block, lr: float) -> list[Target]:
-        found = []
-        for group, (start, end) in block.layout.group_ranges(*block.owned).items():
-            start, part = start - block.owned[0], slice(start - block.owned[0], end - block.owned[0])
-            state = (block.master, block.optimizer_state["exp_avg"], block.optimizer_state["exp_avg_sq"])
-            options = Options(lr, self.betas, self.eps, self.decay[group])
-            found.append(Target(start, *(values[part] for values in state), options))
-        return found
+        base = block.owned[0]
+        return [
+            Target(start - base, end - base, Options(lr, self.betas, self.eps, self.decay[group]))
+            for group, (start, end) in block.layout.group_ranges(*block.owned).items()
+        ]
 
     def _one_pass(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> Callable[[Sequence[Block]], None]:
         from megazero.optim.single_pass import adamw  # triton comes with torch's CUDA builds only

@@ -16,6 +16,7 @@ import torch
 
 from megazero.zero.block import Block
 from megazero.zero.offload.link import ARRIVED, Arrival
+from megazero.zero.offload.store import Working
 from megazero.zero.offload.tier import Tier
 
 
@@ -30,14 +31,12 @@ class Options(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What of one group a block owns: flat float32 state of elements [start, start + n) of the owned range.
+    """What of one group a block owns: elements [start, end) of its owned range.
 
-    ``count``: the state's own step counter, which an update that is not skipped advances; None: the step's."""
+    ``count``: the group's own step counter, which an update that is not skipped advances; None: the step's."""
 
     start: int
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    end: int
     options: Options
     count: torch.Tensor | None = None
 
@@ -65,24 +64,36 @@ class HostAdam:
 
     def update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> None:
         """After ``block.before_update``: update it when its gradient and the scalars are there."""
+        if block.store is not None:
+            block.store.ahead()
         block.updating(self._tier.submit(partial(self._update, block, targets, scalars)))
 
     def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> Arrival:
         scalars.arrival.wait_on_host()
-        scale, skip, _ = scalars.values.tolist()
+        scale, skip, step = scalars.values.tolist()
         arrival = ARRIVED
         if skip:
+            if block.store is not None:
+                block.store.skip()
             return arrival
         assert block.host_grad is not None
-        grad, size = block.host_grad.there(), self._tier.settings.buffer_size
-        for target in targets:
-            count = scalars.values[2] if target.count is None else target.count.add_(1)
-            for first in range(0, target.master.numel(), size):
-                part = slice(first, min(first + size, target.master.numel()))
-                master, *moments = (state[part] for state in (target.master, target.exp_avg, target.exp_avg_sq))
-                place = slice(target.start + part.start, target.start + part.stop)
-                _kernel(master, self._gradient(grad[place], scale, scalars.divides), *moments, target.options, count)
-                arrival = self._pass_on(block, place, master, arrival)
+        grad, numel, size = block.host_grad.there(), block.owned[1] - block.owned[0], self._tier.settings.buffer_size
+        counts = [scalars.values[2] if target.count is None else target.count.add_(1) for target in targets]
+        for start in range(0, numel, size):
+            end = min(start + size, numel)
+            working = _state_of(block, start, end)
+            for target, count in zip(targets, counts, strict=True):
+                low, high = max(start, target.start), min(end, target.end)
+                if low < high:
+                    part = self._gradient(grad[low:high], scale, scalars.divides)
+                    _kernel([values[low - start : high - start] for values in working], part, target.options, count)
+            if block.store is None:
+                arrival = self._pass_on(block, start, working.master, arrival)
+                continue
+            values = block.store.store(working, start, end, step)
+            if values is not None:
+                arrival = self._pass_on(block, start, values, arrival)
+            block.store.done(start, changed=True)
         return arrival
 
     def _gradient(self, grad: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:
@@ -95,25 +106,26 @@ class HostAdam:
             return scratch
         return scratch.div_(scale) if divides else scratch.mul_(scale)
 
-    def _pass_on(self, block: Block, place: slice, master: torch.Tensor, arrival: Arrival) -> Arrival:
+    def _pass_on(self, block: Block, start: int, source: torch.Tensor, arrival: Arrival) -> Arrival:
         """New values to where the block keeps them."""
         if block.values is block.master:
             return arrival
-        values = block.values[place]
+        values = block.values[start : start + source.numel()]
         if block.values_leave:
-            values.copy_(master)
+            values.copy_(source)
             return arrival
-        return self._tier.link.bring(values, master)
+        return self._tier.link.bring(values, source)
 
 
-def _kernel(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    options: Options,
-    count: torch.Tensor,
-) -> None:
+def _state_of(block: Block, start: int, end: int) -> Working:
+    if block.store is not None:
+        return block.store.open(start, end)
+    kept = block.optimizer_state
+    return Working(block.master[start:end], kept["exp_avg"][start:end], kept["exp_avg_sq"][start:end])
+
+
+def _kernel(state: Sequence[torch.Tensor], grad: torch.Tensor, options: Options, count: torch.Tensor) -> None:
+    master, exp_avg, exp_avg_sq = state
     (torch._fused_adamw_ if options.decoupled else torch._fused_adam_)(
         [master],
         [grad],

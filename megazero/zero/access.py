@@ -43,7 +43,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         block.use()
         block.views[block.index_of(param)].copy_(value.view(param.shape))
     block.values[low - base : high - base] = own
-    block.master[low - base : high - base] = own
+    block.write_state("weight", low - base, own)
 
 
 @torch.no_grad()

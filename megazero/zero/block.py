@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from megazero.zero.flat import FlatLayout
 from megazero.zero.guard import Guard, placeholder, set_class
 from megazero.zero.offload.gradients import HostGradient
 from megazero.zero.offload.link import Arrival
+from megazero.zero.offload.store import Store
 from megazero.zero.offload.tier import Tier
 
 Reader = Callable[[str, tuple[int, ...], Rectangle], torch.Tensor]
@@ -64,7 +66,8 @@ class Block:
     gradients and optimizer state. ``optimizer_state``: what the optimizer keeps of the owned range, by name. ``guard``:
     the classes of its parameters while they are not whole. ``holders``: how many GatheredParameters keep it whole;
     ``lent``: it is whole for their sake alone. ``host_grad``: where the float32 state is kept off the device, the
-    reduced gradient beside it; else None.
+    reduced gradient beside it; else None. ``store``: that state where it is not float32 tensors, which ``master`` and
+    ``optimizer_state`` then are not.
     """
 
     def __init__(
@@ -98,7 +101,13 @@ class Block:
         self._update: Future[Arrival] | None = None
         # In float32 the parameter is its own master, where both are kept in the same place.
         keeps_master = trainable and (dtype != torch.float32 or state_leaves != self.values_leave)
-        self.master = self.new_state() if keeps_master else self.values
+        self.store: Store | None = None
+        if self.host_grad is not None and tier is not None and not tier.settings.plain:
+            values = self.values if self.values_leave else None
+            self.store = Store(tier, layout.name, owned.numel(), values)
+            self.master = torch.empty(0)
+        else:
+            self.master = self.new_state() if keeps_master else self.values
         self.optimizer_state: dict[str, torch.Tensor] = {}
         self.grad: torch.Tensor | None = None
         self._grad_views: list[torch.Tensor] = []
@@ -219,9 +228,10 @@ class Block:
         value is still the rounded form of stays."""
         changed = self.flat[slice(*self.owned)]
         if self.master is not self.values:
-            there = changed.to(self.master.device)
-            same = self.master.to(there.dtype) == there
-            self.master.copy_(torch.where(same, self.master, there.float()))
+            master = self.owned_state("weight")
+            there = changed.to(master.device)
+            master = torch.where(master.to(there.dtype) == there, master, there.float())
+            self.write_state("weight", 0, master)
         self.values.copy_(changed)
 
     def updated(self, copied: bool = False) -> None:
@@ -373,29 +383,48 @@ class Block:
     def owned_state(self, kind: str) -> torch.Tensor:
         """The owned range of the weights (``weight``, in float32), or of what the optimizer keeps under that name."""
         self.settle()
+        if self.store is not None:
+            return self.store.read(kind, 0, self.owned[1] - self.owned[0])
         return self.master if kind == "weight" else self.optimizer_state[kind]
+
+    def write_state(self, kind: str, start: int, values: torch.Tensor) -> None:
+        """Replace a part of that, from element ``start`` of the owned range."""
+        self.settle()
+        if self.store is not None:
+            self.store.write(kind, start, values)
+        else:
+            self.owned_state(kind)[start : start + values.numel()].copy_(values.reshape(-1))
 
     def load(self, kind: str, read: Reader, only: str | None = None) -> None:
         """Fill one state of the owned range with global tensors' values, all of them or one; after ``weight`` the block
         wants gathering."""
-        state, base = self.owned_state(kind), self.owned[0]
         for at, piece, box in self.layout.boxes(*self.owned):
             if only not in (None, piece.name):
                 continue
-            values = read(piece.name, piece.global_shape, box)
-            state[at - base : at - base + box.numel].copy_(values.reshape(-1))
+            self.write_state(kind, at - self.owned[0], read(piece.name, piece.global_shape, box))
         if kind == "weight":
             if self.sharding.parameters:
                 self.release()
             if self.master is not self.values:
-                self.values.copy_(self.master)
+                self.values.copy_(self.owned_state("weight"))
             self.state = State.SHARDED
 
-    def chunks(self, kind: str) -> Iterator[tuple[Piece, Rectangle, torch.Tensor]]:
-        """One state of this rank's slice, as boxes of global tensors; views, in buffer order."""
-        state, base = self.owned_state(kind), self.owned[0]
+    def chunks(self, kind: str) -> Iterator[tuple[Piece, Rectangle, torch.Tensor | Callable[[], torch.Tensor]]]:
+        """One state of this rank's slice, as boxes of global tensors, in buffer order: views of it, or what reads them
+        where it is kept in another form."""
+        self.settle()
+        base = self.owned[0]
+        state = self.owned_state(kind) if self.store is None else None
         for at, piece, box in self.layout.boxes(*self.shard):
-            yield piece, box, state[at - base : at - base + box.numel].view(box.shape)
+            first, last, shape = at - base, at - base + box.numel, box.shape
+            if self.store is not None:
+                yield piece, box, partial(_read, self.store, kind, first, last, shape)
+            else:
+                yield piece, box, state[first:last].view(shape)
+
+
+def _read(store: Store, kind: str, start: int, end: int, shape: Sequence[int]) -> torch.Tensor:
+    return store.read(kind, start, end).view(shape)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,9 @@ from megazero.zero.blocks import BlockPlan, Unit
 from megazero.zero.flat import FlatLayout, buckets, optimizer_group
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
+from megazero.zero.offload.media import record_places
 from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.store import stored_fields
 from megazero.zero.offload.tier import Tier
 from megazero.zero.order import UseOrder
 from megazero.zero.reduction import GradientReduction
@@ -127,8 +129,12 @@ class ShardedModel:
             ]
             for unit in units
         ]
-        self.tier = Tier(settings.offload, device) if settings.offload.active else None
         leaving = _leaving(plans, settings.offload)
+        self.tier: Tier | None = None
+        if settings.offload.active:
+            share = groups.shard.size if self.sharding.state else 1
+            record, needed = _file_sizes([p for own in plans for p in own], leaving, share, settings.offload)
+            self.tier = Tier(settings.offload, device, record, needed)
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []
         for unit, own in zip(units, plans, strict=True):
@@ -571,6 +577,22 @@ def _leaving(plans: Sequence[Sequence[tuple[BlockPlan, FlatLayout]]], offload: O
             found.add(index)
             left -= sizes[index]
     return found
+
+
+def _file_sizes(
+    plans: Sequence[tuple[BlockPlan, FlatLayout]], leaving: set[int], share: int, offload: Offload
+) -> tuple[int, int]:
+    """Bytes of the largest piece of state in files, and of all of it, on one rank of ``share``."""
+    largest = total = 0
+    for plan, layout in (plans[index] for index in sorted(leaving)):
+        fields = stored_fields(offload, offload.parameters != "none" and not plan.persistent)
+        numel = layout.numel // share
+        sizes = [
+            record_places(fields, min(offload.buffer_size, numel - start))[1]
+            for start in range(0, numel, offload.buffer_size)
+        ]
+        largest, total = max(largest, *sizes), total + sum(sizes)
+    return largest, total
 
 
 def _boxes_of(name: str, value: torch.Tensor) -> Reader:

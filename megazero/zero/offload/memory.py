@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError, OffloadError
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
@@ -43,7 +43,7 @@ class HostMemory:
         try:
             pages = mmap.mmap(-1, size)
         except (OSError, ValueError) as error:
-            raise MegazeroError(f"offload: no {size} bytes of host memory are to be had: {error}") from error
+            raise OffloadError(f"offload: no {size} bytes of host memory are to be had: {error}") from error
         if size >= 2**22 and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 pages.madvise(mmap.MADV_HUGEPAGE)
@@ -60,7 +60,7 @@ class HostMemory:
 def _register(tensor: torch.Tensor) -> None:
     status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(status):
-        raise MegazeroError(
+        raise OffloadError(
             f"offload: CUDA cannot pin {tensor.nbytes} bytes of host memory (error {int(status)}); raise the limit of "
             "locked memory (ulimit -l), or set pin_memory to false, which is slower"
         )

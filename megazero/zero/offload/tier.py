@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 import torch
 
+from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
+from megazero.zero.offload.media import Disk
 from megazero.zero.offload.memory import HostMemory
 from megazero.zero.offload.settings import Offload
 
@@ -20,9 +23,16 @@ class Tier:
     all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first.
     """
 
-    def __init__(self, settings: Offload, device: torch.device) -> None:
+    def __init__(self, settings: Offload, device: torch.device, record: int = 0, needed: int = 0) -> None:
+        """``record``: bytes of the largest piece of state in files, ``needed``: of all of them."""
         self.settings, self.device = settings, device
         self.memory = HostMemory(device)
+        self.disk: Disk | None = None
+        if settings.optimizer == "nvme":
+            assert settings.nvme_path is not None
+            ahead, behind = settings.pipeline_read, settings.pipeline_write
+            buffers = settings.buffer_count
+            self.disk = Disk(settings.nvme_path, self.memory, buffers, record, needed, ahead, behind)
         self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
         self.threads = settings.threads or own_threads()
         self._worker = ThreadPoolExecutor(1, "offload", self._begin)
@@ -40,8 +50,14 @@ class Tier:
         return self._worker.submit(work)
 
     def close(self) -> None:
-        """Wait for the worker and end it."""
+        """Wait for the worker and end it; files are removed."""
         self._worker.shutdown()
+        if self.disk is not None:
+            self.disk.close()
+
+    @cached_property
+    def noise(self) -> Noise:
+        return Noise(self.settings.buffer_size)
 
     def scratch(self, name: str, numel: int) -> torch.Tensor:
         """float32 room of up to ``buffer_size`` elements, for the worker alone."""
