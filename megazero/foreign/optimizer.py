@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.errors import MegazeroError
+from megazero.errors import ConfigError, MegazeroError
 from megazero.optim.host_adamw import HostAdam, Options, Target
 from megazero.zero.block import Block
+from megazero.zero.offload.store import MOMENTS
 from megazero.zero.sharded import ShardedModel
 
 
@@ -23,7 +24,10 @@ class Part:
         base = block.owned[0]
         self.block, self.shape = block, tuple(shape)
         self.range = slice(start - base, end - base)
-        self.parameter = nn.Parameter(block.master[self.range].view(self.shape))
+        if block.store is None:
+            self.parameter = nn.Parameter(block.master[self.range].view(self.shape))
+        else:  # to the optimizer's lists it has its shape; the host updates what it stands for
+            self.parameter = nn.Parameter(torch.zeros(()).expand(self.shape))
 
     def gradient(self) -> torch.Tensor:
         """In the master's dtype; may be written to."""
@@ -82,6 +86,12 @@ class ShardOptimizer:
         # On the host the kernel runs in the offload's thread, where it is one that is known to run piece by piece.
         known = self.skips_on_device and not any(g["amsgrad"] or g["maximize"] for g in optimizer.param_groups)
         self._host = HostAdam(sharded.tier) if sharded.tier is not None and known else None
+        if self._host is None and any(part.block.store is not None for part in self.all):
+            raise ConfigError.single(
+                "zero_optimization.offload_optimizer",
+                f"{type(optimizer).__name__} as it is set up here can be offloaded as float32 in host memory alone; for "
+                "nvme or 16-bit state use Adam or AdamW, without amsgrad, maximize or foreach",
+            )
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
 
     def settle(self) -> None:
@@ -152,12 +162,8 @@ class ShardOptimizer:
     def _target(self, part: Part, group: dict[str, Any]) -> Target:
         state = self.optimizer.state[part.parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in part.block.optimizer_state:
-                    part.block.optimizer_state[name] = part.block.new_state()
-                state[name] = part.block.optimizer_state[name][part.range].view(part.shape)
-        values = (part.parameter.data, state["exp_avg"], state["exp_avg_sq"])
+            self.set_state(part, {"step": torch.zeros((), dtype=torch.float32)})
+            state = self.optimizer.state[part.parameter]
         options = Options(
             float(group["lr"]),
             tuple(map(float, group["betas"])),
@@ -165,7 +171,32 @@ class ShardOptimizer:
             group["weight_decay"],
             group.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW),
         )
-        return Target(part.range.start, *(value.view(-1) for value in values), options, state["step"])
+        return Target(part.range.start, part.range.stop, options, state["step"])
+
+    def set_state(self, part: Part, state: dict[str, Any]) -> None:
+        """What the optimizer keeps for a part is replaced. Where the host updates it, moments are in the block's places
+        for them, zero unless given, and the optimizer's own dict has views of those that are tensors."""
+        if self._host is None or not part.is_on_host:
+            self.optimizer.state[part.parameter] = state
+            return
+        kept = {name: value for name, value in state.items() if name not in MOMENTS}
+        for name in MOMENTS:
+            if part.block.store is None:
+                if name not in part.block.optimizer_state:
+                    part.block.optimizer_state[name] = part.block.new_state()
+                kept[name] = part.block.optimizer_state[name][part.range].view(part.shape)
+            if name in state:
+                part.block.write_state(name, part.range.start, state[name])
+        self.optimizer.state[part.parameter] = kept
+
+    def state_of(self, part: Part) -> dict[str, Any]:
+        """What the optimizer keeps for a part; moments that are not float32 tensors are read, and copies."""
+        part.block.settle()
+        state = self.optimizer.state.get(part.parameter, {})
+        if part.block.store is None or not state:
+            return state
+        start, end = part.range.start, part.range.stop
+        return state | {name: part.block.store.read(name, start, end).view(part.shape) for name in MOMENTS}
 
     def _check_caller(self, *_: Any) -> None:
         if not self._stepping:

@@ -87,7 +87,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         )
     value = _shared(home, param, value)
     for low, high, state, at in _states(home, start, end):
-        state[optim_state_key].view(-1)[at : at + high - low] = value[low - start : high - start]
+        own = value[low - start : high - start]
+        if home.block.store is None:
+            state[optim_state_key].view(-1)[at : at + high - low] = own
+        else:
+            home.block.write_state(optim_state_key, low - home.block.owned[0], own)
 
 
 def _read_state(home: InEngine, param: nn.Parameter, key: str) -> tuple[torch.Tensor | None, bool]:
@@ -163,13 +167,12 @@ def _shared(home: InEngine, param: nn.Parameter, value: torch.Tensor) -> torch.T
 def _states(home: InEngine, start: int, end: int) -> Iterator[tuple[int, int, dict[str, Any], int]]:
     """This rank's parts of the block's [start, end): (low, high, the optimizer's state of it, where low is in that)."""
     shards = _engine(home).shard_optimizer
-    home.block.settle()
     for part in shards.all:
         if part.block is home.block:
             first = part.start()
             low, high = _cut(start, end, (first, first + part.parameter.numel()))
             if low < high:
-                yield low, high, shards.optimizer.state.get(part.parameter, {}), low - first
+                yield low, high, shards.state_of(part), low - first
 
 
 def _known(home: InEngine) -> str:

@@ -409,13 +409,16 @@ class Block:
                 self.values.copy_(self.owned_state("weight"))
             self.state = State.SHARDED
 
-    def chunks(self, kind: str) -> Iterator[tuple[Piece, Rectangle, torch.Tensor | Callable[[], torch.Tensor]]]:
-        """One state of this rank's slice, as boxes of global tensors, in buffer order: views of it, or what reads them
-        where it is kept in another form."""
+    def chunks(
+        self, kind: str, start: int | None = None, end: int | None = None
+    ) -> Iterator[tuple[Piece, Rectangle, torch.Tensor | Callable[[], torch.Tensor]]]:
+        """One state of this rank's slice, or of [start, end), as boxes of global tensors, in buffer order: views of it,
+        or what reads them where it is kept in another form."""
         self.settle()
         base = self.owned[0]
         state = self.owned_state(kind) if self.store is None else None
-        for at, piece, box in self.layout.boxes(*self.shard):
+        low, high = self.shard if start is None or end is None else (start, end)
+        for at, piece, box in self.layout.boxes(low, high):
             first, last, shape = at - base, at - base + box.numel, box.shape
             if self.store is not None:
                 yield piece, box, partial(_read, self.store, kind, first, last, shape)
