@@ -89,7 +89,7 @@ class ShardOptimizer:
         if self._host is None and any(part.block.store is not None for part in self.all):
             raise ConfigError.single(
                 "zero_optimization.offload_optimizer",
-                f"{type(optimizer).__name__} as it is set up here can be offloaded as float32 in host memory alone; for "
+                f"{type(optimizer).__name__} as it is set up here goes to host memory as float32 alone; for "
                 "nvme or 16-bit state use Adam or AdamW, without amsgrad, maximize or foreach",
             )
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())

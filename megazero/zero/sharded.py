@@ -129,7 +129,8 @@ class ShardedModel:
             ]
             for unit in units
         ]
-        leaving = _leaving(plans, settings.offload)
+        sizes = [layout.numel if plan.trainable else 0 for own in plans for plan, layout in own]
+        leaving = leaving_blocks(sizes, settings.offload)
         self.tier: Tier | None = None
         if settings.offload.active:
             share = groups.shard.size if self.sharding.state else 1
@@ -564,12 +565,11 @@ class _Together:
             work.wait()
 
 
-def _leaving(plans: Sequence[Sequence[tuple[BlockPlan, FlatLayout]]], offload: Offload) -> set[int]:
+def leaving_blocks(sizes: Sequence[int], offload: Offload) -> set[int]:
     """Indices of the blocks whose float32 state is kept off the device: the last ones, up to ``ratio`` of it all. The
-    first are what the next forward needs first."""
+    first are what the next forward needs first. ``sizes``: elements of each block, 0 of one that is not trained."""
     if offload.optimizer == "none":
         return set()
-    sizes = [layout.numel if plan.trainable else 0 for own in plans for plan, layout in own]
     left = offload.ratio * sum(sizes)
     found = set()
     for index in reversed(range(len(sizes))):

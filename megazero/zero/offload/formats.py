@@ -7,7 +7,7 @@ import zlib
 
 import torch
 
-_OFFSETS = 2**16
+OFFSETS = 2**16
 
 
 class Noise:
@@ -16,10 +16,10 @@ class Noise:
 
     def __init__(self, numel: int) -> None:
         generator = torch.Generator().manual_seed(0x0FF10AD)
-        self._table = torch.randint(2**16, (numel + _OFFSETS,), dtype=torch.int32, generator=generator)
+        self._table = torch.randint(2**16, (numel + OFFSETS,), dtype=torch.int32, generator=generator)
 
     def of(self, numel: int, *what: object) -> torch.Tensor:
-        start = random.Random(zlib.crc32(repr(what).encode())).randrange(_OFFSETS)
+        start = random.Random(zlib.crc32(repr(what).encode())).randrange(OFFSETS)
         return self._table[start : start + numel]
 
 
