@@ -15,8 +15,9 @@ from megazero.models.config import ModelConfig
 from megazero.planner.activations import kernels
 from megazero.planner.memory import StepMemory
 from megazero.planner.model_state import ModelState, StageBuffers, model_state, stage_buffers
-from megazero.planner.offload import host_state
+from megazero.planner.offload import block_shares
 from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import host_state
 
 
 class _Piece(NamedTuple):
@@ -103,8 +104,9 @@ class Memories:
         found, precision = [0], kernels(config, gpu=True).precision
         for pp_rank in _unlike(counts, layout.pp) if Offload.of(config.zero).active else ():
             buffers = self._repeated(self._key(config, layout, pp_rank), config, layout, counts[pp_rank :: layout.pp])
-            settings = config.zero.stage, precision, config.train.grad_dtype, Offload.of(config.zero)
-            found.append(host_state(buffers.all, *settings, gpu=True).memory)
+            offload = Offload.of(config.zero)
+            shares = block_shares(buffers.all, config.zero.stage, precision, config.train.grad_dtype, offload)
+            found.append(host_state(shares, offload, gpu=True).memory)
         return max(found)
 
     def _repeated(self, key: tuple, config: Config, layout: Layout, chunks: tuple[int, ...]) -> StageBuffers:

@@ -34,8 +34,9 @@ from megazero.planner.model_state import (
     model_state,
     stage_buffers,
 )
-from megazero.planner.offload import HostState, host_state
+from megazero.planner.offload import block_shares
 from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import HostState, host_state
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def rank_memory(config: Config, model: ModelConfig, layout: Layout, rank: int, *
     precision, grads, offload = kernel.precision, config.train.grad_dtype, Offload.of(zero)
     accumulates = config.micro_batches(layout.dp) > 1
     state = model_state(buffers.all, coordinates["dp"], zero.stage, precision, grads, offload, accumulates)
-    host = host_state(buffers.all, zero.stage, precision, grads, offload, gpu) if offload.active else None
+    shares = block_shares(buffers.all, zero.stage, precision, grads, offload)
+    host = host_state(shares, offload, gpu) if offload.active else None
     step = StepMemory(config, model, layout, coordinates["pp"], kernel, buffers)
     moments = list(step.moments())
     return RankMemory(

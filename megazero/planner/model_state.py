@@ -19,7 +19,7 @@ from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.zero.blocks import decoder_units
 from megazero.zero.flat import FlatLayout
 from megazero.zero.offload.settings import Offload
-from megazero.zero.sharded import leaving_blocks
+from megazero.zero.offload.sizes import leaving_blocks
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ON_DEVICE = Offload()
@@ -118,11 +118,6 @@ def leaving_buffers(buffers: Sequence[Buffer], offload: Offload) -> set[int]:
 def values_leave(buffer: Buffer, stage: int, offload: Offload) -> bool:
     """Whether its parameters are kept off the device."""
     return offload.parameters != "none" and stage >= 3 and not buffer.persistent
-
-
-def owned_elements(buffer: Buffer, stage: int) -> int:
-    """Of its state, on one rank, padding included."""
-    return buffer.layout.numel // (buffer.layout.shards if stage >= 1 else 1)
 
 
 def model_state(

@@ -11,28 +11,27 @@ from dataclasses import dataclass
 
 from megazero.config import Config
 from megazero.planner.chips import Host
-from megazero.planner.model_state import BYTES, Buffer, leaving_buffers, owned_elements, values_leave
-from megazero.zero.offload.formats import OFFSETS
-from megazero.zero.offload.media import record_places
+from megazero.planner.model_state import BYTES, Buffer, leaving_buffers, values_leave
 from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import BlockShare
 from megazero.zero.offload.store import stored_fields
 
 
-@dataclass(frozen=True)
-class HostState:
-    """Bytes of one rank. ``state``: masters and moments in host memory; ``files``: those on disk instead; ``buffers``:
-    what the update and the copies work in."""
-
-    parameters: int
-    gradients: int
-    state: int
-    files: int
-    buffers: int
-
-    @property
-    def memory(self) -> int:
-        """Bytes of host memory."""
-        return self.parameters + self.gradients + self.state + self.buffers
+def block_shares(
+    buffers: Sequence[Buffer], stage: int, precision: str, grad_dtype: str, offload: Offload
+) -> list[BlockShare]:
+    """What a rank owns of each, and where that is kept."""
+    leaving = leaving_buffers(buffers, offload)
+    return [
+        BlockShare(
+            buffer.layout.numel // (buffer.layout.shards if stage >= 1 else 1),
+            index in leaving,
+            values_leave(buffer, stage, offload),
+            BYTES[precision],
+            BYTES[grad_dtype],
+        )
+        for index, buffer in enumerate(buffers)
+    ]
 
 
 @dataclass(frozen=True)
@@ -47,67 +46,24 @@ class Moved:
     written: int
 
 
-def host_state(
-    buffers: Sequence[Buffer], stage: int, precision: str, grad_dtype: str, offload: Offload, gpu: bool
-) -> HostState:
-    """What a rank keeps of ``buffers`` off its device, in bytes of storage, padding included."""
-    parameters = gradients = state = files = record = 0
-    leaving = leaving_buffers(buffers, offload)
-    plain = leaving and offload.plain
-    for index, buffer in enumerate(buffers):
-        numel, away = owned_elements(buffer, stage), values_leave(buffer, stage, offload)
-        parameters += numel * BYTES[precision] * away
-        if index not in leaving:
-            continue
-        gradients += numel * BYTES[grad_dtype]
-        if plain:
-            state += numel * (8 if precision == "fp32" and away else 12)
-            continue
-        fields = stored_fields(offload, away)
-        if offload.optimizer == "nvme":
-            sizes = [record_places(fields, min(offload.buffer_size, numel - at))[1] for at in _pieces(numel, offload)]
-            files, record = files + sum(sizes), max(record, *sizes)
-        else:
-            state += numel * sum(dtype.itemsize for dtype in fields.values())
-    work = offload.buffer_count * record
-    if leaving:
-        work += _scratch(offload, precision) + (offload.buffer_count * offload.buffer_size * 4 if gpu else 0)
-    return HostState(parameters, gradients, state, files, work)
-
-
-def _pieces(numel: int, offload: Offload) -> range:
-    return range(0, numel, offload.buffer_size)
-
-
-def _scratch(offload: Offload, precision: str) -> int:
-    """Room for a piece's float32 gradient, for what is stored otherwise, and the bits that round at random."""
-    pieces = 1 + 2 * (offload.moments == "bf16") + (offload.masters != "fp32")
-    noise = "bf16" in (offload.moments, offload.masters)
-    return 4 * (pieces * offload.buffer_size + noise * (offload.buffer_size + OFFSETS))
-
-
-def moved(
-    buffers: Sequence[Buffer], stage: int, precision: str, grad_dtype: str, offload: Offload, passes: int
-) -> Moved:
+def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: int) -> Moved:
     """``passes``: micro-batches of a step. Parameters off the device are fetched for every forward and backward.
 
     Where gradients are cut (stages 2 and 3) every micro-batch's leave, and come back for the next to be added.
     """
     out = back = touched = files = 0
-    leaving, reductions = leaving_buffers(buffers, offload), passes if stage >= 2 else 1
-    for index, buffer in enumerate(buffers):
-        numel, away = owned_elements(buffer, stage), values_leave(buffer, stage, offload)
-        if away:
-            back += 2 * passes * numel * BYTES[precision]
-        if index not in leaving:
+    reductions = passes if stage >= 2 else 1
+    for share in shares:
+        if share.values_leave:
+            back += 2 * passes * share.numel * share.value
+        if not share.state_leaves:
             continue
-        grad, value = BYTES[grad_dtype], BYTES[precision]
-        out += reductions * numel * grad
-        back += (reductions - 1) * numel * grad + (0 if away else numel * value)
-        stored = sum(dtype.itemsize for dtype in stored_fields(offload, away).values())
-        touched += numel * (2 * stored + grad + 2 * value)
+        out += reductions * share.numel * share.gradient
+        back += share.numel * ((reductions - 1) * share.gradient + (0 if share.values_leave else share.value))
+        stored = sum(dtype.itemsize for dtype in stored_fields(offload, share.values_leave).values())
+        touched += share.numel * (2 * stored + share.gradient + 2 * share.value)
         if offload.optimizer == "nvme":
-            files += numel * stored
+            files += share.numel * stored
     return Moved(out, back, touched, files, files)
 
 
@@ -133,18 +89,17 @@ class HostSeconds:
         return max(named, key=lambda name: named[name])
 
 
-def host_seconds(config: Config, buffers: Sequence[Buffer], precision: str, host: Host) -> HostSeconds:
-    """On machines of one kind; ``host``: a GPU's share of one."""
-    stage, grads, offload = config.zero.stage, config.train.grad_dtype, Offload.of(config.zero)
-    one = moved(buffers, stage, precision, grads, offload, passes=1)
-    fetched = sum(
-        owned_elements(buffer, stage) * BYTES[precision] for buffer in buffers if values_leave(buffer, stage, offload)
-    )
-    both = max(one.read, one.written) if offload.pipeline_read and offload.pipeline_write else one.read + one.written
+def host_seconds(config: Config, leaving: int, fetched: int, precision: str, host: Host) -> HostSeconds:
+    """On a GPU's share of a machine. ``leaving``: elements whose state the rank keeps off the device; ``fetched``: of
+    parameters that it does."""
+    offload, grad, value = Offload.of(config.zero), BYTES[config.train.grad_dtype], BYTES[precision]
+    away = offload.parameters != "none" and config.zero.stage >= 3
+    stored = sum(dtype.itemsize for dtype in stored_fields(offload, away).values()) if leaving else 0
+    both = 1 if offload.pipeline_read and offload.pipeline_write else 2
     return HostSeconds(
-        gradients=one.out / host.link,
-        parameters=fetched / host.link,
-        update=one.touched / host.bandwidth,
-        values=(one.back - 2 * fetched) / host.link,
-        files=both / host.disk,
+        gradients=leaving * grad / host.link,
+        parameters=fetched * value / host.link,
+        update=leaving * (2 * stored + grad + 2 * value) / host.bandwidth,
+        values=0.0 if away else leaving * value / host.link,
+        files=leaving * stored * both / host.disk if offload.optimizer == "nvme" else 0.0,
     )

@@ -26,9 +26,9 @@ from megazero.zero.blocks import BlockPlan, Unit
 from megazero.zero.flat import FlatLayout, buckets, optimizer_group
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
-from megazero.zero.offload.media import record_places
+from megazero.zero.offload.memory import check_host_memory
 from megazero.zero.offload.settings import Offload
-from megazero.zero.offload.store import stored_fields
+from megazero.zero.offload.sizes import BlockShare, host_state, leaving_blocks
 from megazero.zero.offload.tier import Tier
 from megazero.zero.order import UseOrder
 from megazero.zero.reduction import GradientReduction
@@ -129,13 +129,12 @@ class ShardedModel:
             ]
             for unit in units
         ]
-        sizes = [layout.numel if plan.trainable else 0 for own in plans for plan, layout in own]
-        leaving = leaving_blocks(sizes, settings.offload)
+        shares = self._shares([found for own in plans for found in own], grad_dtype)
         self.tier: Tier | None = None
         if settings.offload.active:
-            share = groups.shard.size if self.sharding.state else 1
-            record, needed = _file_sizes([p for own in plans for p in own], leaving, share, settings.offload)
-            self.tier = Tier(settings.offload, device, record, needed)
+            host = host_state(shares, settings.offload, gpu=device.type == "cuda")
+            check_host_memory("offload_optimizer.device", host.memory)
+            self.tier = Tier(settings.offload, device, host)
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []
         for unit, own in zip(units, plans, strict=True):
@@ -155,7 +154,7 @@ class ShardedModel:
                     plan.trainable,
                     guard,
                     self.tier,
-                    len(self.blocks) in leaving,
+                    shares[len(self.blocks)].state_leaves,
                 )
                 indices.append(len(self.blocks))
                 self.blocks.append(block)
@@ -181,6 +180,22 @@ class ShardedModel:
         self._at = -1  # the unit that it entered last
         self._local_copies: dict[int, torch.Tensor] = {}
         self._late: deque[_LateGather] = deque()
+
+    def _shares(self, plans: Sequence[tuple[BlockPlan, FlatLayout]], grad_dtype: torch.dtype) -> list[BlockShare]:
+        """What this rank owns of each block, and where it is kept."""
+        offload, cut = self.settings.offload, self.groups.shard.size if self.sharding.state else 1
+        leaving = leaving_blocks([layout.numel if plan.trainable else 0 for plan, layout in plans], offload)
+        away = offload.parameters != "none" and self.sharding.parameters
+        return [
+            BlockShare(
+                layout.numel // cut,
+                index in leaving,
+                away and not plan.persistent,
+                plan.dtype.itemsize,
+                grad_dtype.itemsize,
+            )
+            for index, (plan, layout) in enumerate(plans)
+        ]
 
     def close(self) -> None:
         """The end: what the host is doing is done."""
@@ -563,36 +578,6 @@ class _Together:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-
-
-def leaving_blocks(sizes: Sequence[int], offload: Offload) -> set[int]:
-    """Indices of the blocks whose float32 state is kept off the device: the last ones, up to ``ratio`` of it all. The
-    first are what the next forward needs first. ``sizes``: elements of each block, 0 of one that is not trained."""
-    if offload.optimizer == "none":
-        return set()
-    left = offload.ratio * sum(sizes)
-    found = set()
-    for index in reversed(range(len(sizes))):
-        if sizes[index] and left > 0:
-            found.add(index)
-            left -= sizes[index]
-    return found
-
-
-def _file_sizes(
-    plans: Sequence[tuple[BlockPlan, FlatLayout]], leaving: set[int], share: int, offload: Offload
-) -> tuple[int, int]:
-    """Bytes of the largest piece of state in files, and of all of it, on one rank of ``share``."""
-    largest = total = 0
-    for plan, layout in (plans[index] for index in sorted(leaving)):
-        fields = stored_fields(offload, offload.parameters != "none" and not plan.persistent)
-        numel = layout.numel // share
-        sizes = [
-            record_places(fields, min(offload.buffer_size, numel - start))[1]
-            for start in range(0, numel, offload.buffer_size)
-        ]
-        largest, total = max(largest, *sizes), total + sum(sizes)
-    return largest, total
 
 
 def _boxes_of(name: str, value: torch.Tensor) -> Reader:

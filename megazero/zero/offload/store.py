@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from megazero.zero.offload import formats
 from megazero.zero.offload.media import Fields, InMemory, Medium, OnDisk
 from megazero.zero.offload.settings import Offload
-from megazero.zero.offload.tier import Tier
+
+if TYPE_CHECKING:
+    from megazero.zero.offload.tier import Tier
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -14,6 +14,7 @@ from megazero.zero.offload.link import Link
 from megazero.zero.offload.media import Disk
 from megazero.zero.offload.memory import HostMemory
 from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import HostState
 
 
 class Tier:
@@ -23,16 +24,16 @@ class Tier:
     all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first.
     """
 
-    def __init__(self, settings: Offload, device: torch.device, record: int = 0, needed: int = 0) -> None:
-        """``record``: bytes of the largest piece of state in files, ``needed``: of all of them."""
-        self.settings, self.device = settings, device
+    def __init__(self, settings: Offload, device: torch.device, planned: HostState) -> None:
+        self.settings, self.device, self.planned = settings, device, planned
         self.memory = HostMemory(device)
         self.disk: Disk | None = None
         if settings.optimizer == "nvme":
             assert settings.nvme_path is not None
             ahead, behind = settings.pipeline_read, settings.pipeline_write
             buffers = settings.buffer_count
-            self.disk = Disk(settings.nvme_path, self.memory, buffers, record, needed, ahead, behind)
+            record, files = planned.record, planned.files
+            self.disk = Disk(settings.nvme_path, self.memory, buffers, record, files, ahead, behind)
         self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
         self.threads = settings.threads or own_threads()
         self._worker = ThreadPoolExecutor(1, "offload", self._begin)
