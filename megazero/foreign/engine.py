@@ -155,6 +155,8 @@ class ZeroEngine(WeightExport, nn.Module):
             self.micro_steps += 1
         if boundary:
             self._report()
+            if self.sharded.tier is not None and (advice := self.sharded.tier.advice()) is not None:
+                self.reports.say(advice)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.sharded.finish_gradients()

@@ -77,23 +77,30 @@ class HostAdam:
                 block.store.skip()
             return arrival
         assert block.host_grad is not None
-        grad, numel, size = block.host_grad.there(), block.owned[1] - block.owned[0], self._tier.settings.buffer_size
+        meter = self._tier.meter
+        with meter.timed("gradients"):
+            grad = block.host_grad.there()
+        numel, size = block.owned[1] - block.owned[0], self._tier.settings.buffer_size
         counts = [scalars.values[2] if target.count is None else target.count.add_(1) for target in targets]
         for start in range(0, numel, size):
             end = min(start + size, numel)
-            working = _state_of(block, start, end)
-            for target, count in zip(targets, counts, strict=True):
-                low, high = max(start, target.start), min(end, target.end)
-                if low < high:
-                    part = self._gradient(grad[low:high], scale, scalars.divides)
-                    _kernel([values[low - start : high - start] for values in working], part, target.options, count)
-            if block.store is None:
-                arrival = self._pass_on(block, start, working.master, arrival)
-                continue
-            values = block.store.store(working, start, end, step)
+            with meter.timed("files"):
+                working = _state_of(block, start, end)
+            with meter.timed("update"):
+                for target, count in zip(targets, counts, strict=True):
+                    low, high = max(start, target.start), min(end, target.end)
+                    if low < high:
+                        part = self._gradient(grad[low:high], scale, scalars.divides)
+                        _kernel([values[low - start : high - start] for values in working], part, target.options, count)
+                values = working.master if block.store is None else block.store.store(working, start, end, step)
+                stored = 12 if block.store is None else block.store.itemsize
+                meter.touched += (end - start) * (2 * stored + grad.itemsize + 2 * block.values.itemsize)
             if values is not None:
-                arrival = self._pass_on(block, start, values, arrival)
-            block.store.done(start, changed=True)
+                with meter.timed("values"):
+                    arrival = self._pass_on(block, start, values, arrival)
+            if block.store is not None:
+                with meter.timed("files"):
+                    block.store.done(start, changed=True)
         return arrival
 
     def _gradient(self, grad: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:

@@ -96,7 +96,7 @@ class Block:
         self.values_leave = tier is not None and tier.settings.parameters != "none" and sharding.parameters
         if tier is not None and self.values_leave:
             self.values = tier.memory.empty(owned.numel(), dtype, pin=tier.settings.pin_parameters)
-        self._memory = tier.memory if tier is not None and state_leaves else None
+        self._tier, self._memory = tier, tier.memory if tier is not None and state_leaves else None
         self.host_grad = HostGradient(tier, owned.numel(), grad_dtype) if tier is not None and state_leaves else None
         self._update: Future[Arrival] | None = None
         # In float32 the parameter is its own master, where both are kept in the same place.
@@ -263,8 +263,11 @@ class Block:
     def settle(self) -> None:
         """Where the host is changing the owned values: wait for that, and order what follows after their arrival."""
         if self._update is not None:
+            assert self._tier is not None
             update, self._update = self._update, None
-            update.result().wait()
+            with self._tier.meter.timed("wait"):
+                arrival = update.result()
+            arrival.wait()
 
     def accumulate(self) -> None:
         """The running backward has made all the gradients it makes of these parameters: move those that are still on

@@ -277,11 +277,11 @@ class ShardedModel:
         """The values of freed blocks, from every rank's host memory."""
         assert self.tier is not None
         shard, link = self.groups.shard, self.tier.link
-        if shard.size == 1:
-            return _Together([link.back(block.flat, block.values) for block in blocks])
         slices = [shard.slice_of(block.flat) for block in blocks]
-        for own, block in zip(slices, blocks, strict=True):
-            link.back(own, block.values)
+        with self.tier.meter.timed("copies"):
+            copies = [link.back(own, block.values) for own, block in zip(slices, blocks, strict=True)]
+        if shard.size == 1:
+            return _Together(copies)
         with link.stream_back():  # so that the collective waits for the copies, and nothing else does
             return shard.all_gather([block.flat for block in blocks], slices)
 

@@ -31,7 +31,8 @@ class HostGradient:
         """A further summand is about to come: bring back what is there."""
         if self.present and self._earlier is None:
             there = torch.empty_like(self.values, device=self._tier.device)
-            self._earlier = there, self._tier.link.back(there, self.values, self._arrival)
+            with self._tier.meter.timed("copies"):
+                self._earlier = there, self._tier.link.back(there, self.values, self._arrival)
 
     def take(self, part: torch.Tensor) -> None:
         """Add a tensor of the device, which nothing else uses from here on."""
@@ -42,7 +43,8 @@ class HostGradient:
             part = there.add_(part)
             self._earlier = None
         self._measure(part)
-        self._arrival = self._tier.link.out(self.values, part)
+        with self._tier.meter.timed("copies"):
+            self._arrival = self._tier.link.out(self.values, part)
         self.present = True
 
     def _measure(self, part: torch.Tensor) -> None:

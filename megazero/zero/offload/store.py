@@ -58,6 +58,11 @@ class Store:
             self._medium = InMemory(tier.memory, self._fields, numel)
         self._open: dict[str, torch.Tensor] = {}
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes stored of an element."""
+        return sum(dtype.itemsize for dtype in self._fields.values())
+
     def ahead(self) -> None:
         """An update of all of it has been asked for."""
         self._medium.ahead()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
 from megazero.zero.offload.media import Disk
 from megazero.zero.offload.memory import HostMemory
+from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import HostState
 
@@ -36,6 +37,8 @@ class Tier:
             self.disk = Disk(settings.nvme_path, self.memory, buffers, record, files, ahead, behind)
         self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
         self.threads = settings.threads or own_threads()
+        pinned = settings.pin_memory and settings.pin_parameters
+        self.meter = Meter(self.link.bytes, self.threads, own_threads(), pinned, self.disk is not None)
         self._worker = ThreadPoolExecutor(1, "offload", self._begin)
         self._scratch: dict[str, torch.Tensor] = {}
 
@@ -55,6 +58,22 @@ class Tier:
         self._worker.shutdown()
         if self.disk is not None:
             self.disk.close()
+
+    def notes(self) -> Iterator[str]:
+        """What the user should know of how it is kept."""
+        moments, masters = self.settings.moments, self.settings.masters
+        where = {"none": "on the device", "cpu": "in host memory"}.get(self.settings.optimizer)
+        if self.disk is not None:
+            cache = (
+                "bypassing the page cache" if self.disk.file.direct else "through the page cache, as this file system "
+            )
+            cache += "" if self.disk.file.direct else "knows no direct reads: slower"
+            where = f"in {self.disk.file.path}, {cache}"
+        yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {self.threads} threads"
+
+    def advice(self) -> str | None:
+        """A step has been issued: what the run should be told, once. On a CPU there is nothing to wait for apart."""
+        return self.meter.step() if self.device.type == "cuda" else None
 
     @cached_property
     def noise(self) -> Noise:
