@@ -51,8 +51,11 @@ class StateFile:
         self._descriptor, self.direct = _open(self.path)
         self.close = weakref.finalize(self, _close, self._descriptor, lock, self.directory)
         self.size = 0
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._check_space(needed, ranks)
+        try:
+            self._check_space(needed, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        except OffloadError:
+            self.close()
+            raise
 
     def _check_space(self, needed: int, ranks: int) -> None:
         room = os.statvfs(self.directory)
@@ -71,6 +74,7 @@ class StateFile:
             try:
                 os.posix_fallocate(self._descriptor, start, size)
             except OSError as error:
+                self.close()
                 raise self._error("made larger", error) from None
         return start
 

@@ -5,6 +5,7 @@ A medium has named fields of one length and of several dtypes; pieces of it are 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,7 +62,8 @@ class Disk:
 
     [Note: buffers of the disk] A piece's buffer is taken when its read is issued, in the order of the update, and given
     back when its write is done: a fixed number of buffers bounds how far reads run ahead and writes lag behind, and
-    because one thread takes them in order, the piece that the update waits for always has one.
+    because one thread takes them in order, the piece that the update waits for always has one. After an error nothing
+    more is read, nor waited for.
     """
 
     def __init__(
@@ -76,21 +78,32 @@ class Disk:
             self._free.put(memory.empty(record, torch.uint8))
         self._orders = ThreadPoolExecutor(1, "offload-order")
         self._io = ThreadPoolExecutor(4, "offload-io")
+        self._error: Exception | None = None
         self.read_bytes = self.written_bytes = 0
 
     def order(self, offset: int, size: int, after: Future | None) -> Future[Future[torch.Tensor]]:
         """A read of whole pages, after a write of the same."""
 
         def issue() -> Future[torch.Tensor]:
-            buffer = self._free.get()
-            return self._io.submit(self._read, buffer, offset, size, after)
+            return self._io.submit(self._read, self._take(), offset, size, after)
 
         return self._orders.submit(issue)
 
+    def _take(self) -> torch.Tensor:
+        while True:
+            if self._error is not None:
+                raise self._error
+            with contextlib.suppress(queue.Empty):
+                return self._free.get(timeout=0.1)  # seconds between looks at an error
+
     def _read(self, buffer: torch.Tensor, offset: int, size: int, after: Future | None) -> torch.Tensor:
-        if after is not None:
-            after.result()
-        self.file.read(buffer[:size], offset)
+        try:
+            if after is not None:
+                after.result()
+            self.file.read(buffer[:size], offset)
+        except Exception as error:
+            self._error = error
+            raise
         self.read_bytes += size
         return buffer
 
@@ -107,9 +120,11 @@ class Disk:
     def _write(self, buffer: torch.Tensor, offset: int, size: int) -> None:
         try:
             self.file.write(buffer[:size], offset)
-            self.written_bytes += size
-        finally:
-            self._free.put(buffer)
+        except Exception as error:
+            self._error = error
+            raise
+        self.written_bytes += size
+        self._free.put(buffer)
 
     def close(self) -> None:
         self._orders.shutdown()
