@@ -241,8 +241,8 @@ class StepMemory:
         limit = self.config.zero.reduce_bucket_size
         whole = max(unsharded_gradient_elements(self.buffers.of_chunk(chunk), limit) for chunk in self.chunks)
         if self._leaving:
-            # On their way out, and what was there on its way back to be added to.
-            whole += whole // shards * (2 if self._accumulates else 1)
+            # Three on their way out (zero.offload.link), two of what was there on its way back to be added to.
+            whole += whole // 2 // shards * (5 if self._accumulates else 3)
         elif not self.before:
             whole -= whole // shards
         return whole * BYTES[self.config.train.grad_dtype]

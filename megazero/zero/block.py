@@ -260,6 +260,11 @@ class Block:
     def is_updating(self) -> bool:
         return self._update is not None
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether ``settle`` would wait."""
+        return self._update is not None and not self._update.done()
+
     def settle(self) -> None:
         """Where the host is changing the owned values: wait for that, and order what follows after their arrival."""
         if self._update is not None:

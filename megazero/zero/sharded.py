@@ -334,8 +334,11 @@ class ShardedModel:
             if (size and ahead > self.settings.prefetch_bucket_size) or not self.settings.prefetch_bucket_size:
                 return
             if any(block.state is State.SHARDED for block in unit.freed):
-                if any(block.is_updating for block in unit.freed):
-                    return  # the unit that is used now would wait for the host as well
+                # The unit that is used now would wait for the host as well. Where ranks gather together, none of them
+                # fetches ahead what is being updated, as they may not all see when that is done.
+                alone = self.groups.shard.size == 1
+                if any(block.waits_for_host if alone else block.is_updating for block in unit.freed):
+                    return
                 if self._live + unit.numel > self.settings.max_live_parameters:
                     return
                 self._fetch(index, foretold=True)
@@ -527,6 +530,8 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """The step's gradients are whole from here on: all reductions done, over copies of the state too."""
         self.reduction.finish()
+        if self.tier is not None:
+            self.tier.link.drain()
         replicate = self.groups.replicate
         if replicate.size == 1:
             return

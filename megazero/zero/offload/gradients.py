@@ -68,4 +68,6 @@ class HostGradient:
         self.take(part)
 
     def drop(self) -> None:
+        if self._earlier is not None:
+            self._earlier[1].wait()
         self.present, self._earlier, self.norms = False, None, []

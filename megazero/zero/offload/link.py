@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from typing import Literal, Protocol
 
@@ -10,6 +11,9 @@ import torch
 from megazero.zero.offload.memory import HostMemory
 
 Direction = Literal["out", "back"]
+
+_LEAVING = 3
+"""Tensors on their way out before the compute stream waits for the first of them."""
 
 
 class Arrival(Protocol):
@@ -50,8 +54,11 @@ class Link:
 
     [Note: streams of the link]
     One stream per direction, so that both run at once. Either waits for the compute stream when a copy is issued: what
-    is copied out has been computed, and memory that is copied to is not read any more. A tensor on the device that is
-    copied out is recorded for its stream, so that the allocator does not hand it out before the copy is done.
+    is copied out has been computed, and memory that is copied to is not read any more. Memory of the device is given
+    back on the compute stream, after that has waited for the copy: of what is copied back, whoever uses it waits; of
+    what is copied out, the link keeps a few tensors until then. (Tensor.record_stream would not do: the host runs ahead
+    of the device, and memory so recorded cannot be used again before the host sees that the copy is done, so that all
+    gradients of a step would be there at once.)
     """
 
     def __init__(self, device: torch.device, memory: HostMemory, buffers: int, buffer_size: int) -> None:
@@ -61,24 +68,43 @@ class Link:
         self._cuda = device.type == "cuda"
         self._buffers, self._buffer_size = buffers, buffer_size
         self._slots: deque[tuple[torch.Tensor, Arrival]] = deque()
+        self._leaving: deque[tuple[torch.Tensor, Arrival]] = deque()
+        self._counting = threading.Lock()
         if self._cuda:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
+    def _count(self, direction: Direction, size: int) -> None:
+        with self._counting:  # the worker copies as well
+            self.bytes[direction] += size
+
     def out(self, host: torch.Tensor, source: torch.Tensor) -> Arrival:
         """Copy a tensor of the device to one of the host."""
-        self.bytes["out"] += source.nbytes
+        self._count("out", source.nbytes)
         if not self._cuda:
             host.copy_(source)
             return ARRIVED
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
-        source.record_stream(self._out)
-        return _Event(self._out)
+        arrival = _Event(self._out)
+        self._leaving.append((source, arrival))
+        self._let_go(_LEAVING)
+        return arrival
+
+    def _let_go(self, keep: int) -> None:
+        while len(self._leaving) > keep:
+            source, arrival = self._leaving.popleft()
+            arrival.wait()
+            del source
+
+    def drain(self) -> None:
+        """Order what follows on the current stream after all copies out; their memory is free."""
+        self._let_go(0)
 
     def back(self, target: torch.Tensor, host: torch.Tensor, after: Arrival = ARRIVED) -> Arrival:
-        """Copy a tensor of the host, which ``after`` may still be on its way there, to one of the device."""
-        self.bytes["back"] += target.nbytes
+        """Copy a tensor of the host, which ``after`` may still be on its way there, to one of the device. Wait for it
+        on the compute stream before the target is used or let go of."""
+        self._count("back", target.nbytes)
         if not self._cuda:
             target.copy_(host)
             return ARRIVED
@@ -86,13 +112,12 @@ class Link:
         with torch.cuda.stream(self._back):
             after.wait()
             target.copy_(host, non_blocking=True)
-        target.record_stream(self._back)
         return _Event(self._back)
 
     def bring(self, target: torch.Tensor, values: torch.Tensor) -> Arrival:
         """Copy up to ``buffer_size`` float32 values of the host, which may change right after, to a tensor of the
         device, in its dtype. From one thread only, and to memory that no kernel under way uses."""
-        self.bytes["back"] += target.nbytes
+        self._count("back", target.nbytes)
         if not self._cuda:
             target.copy_(values)
             return ARRIVED

@@ -53,7 +53,8 @@ class HostMemory:
             _register(tensor)
         self.taken += size
         self.pinned += size if pin else 0
-        weakref.finalize(tensor.untyped_storage(), _let_go, weakref.ref(self), tensor.data_ptr(), size, pin)
+        given = weakref.finalize(tensor.untyped_storage(), _let_go, weakref.ref(self), tensor.data_ptr(), size, pin)
+        given.atexit = False  # the process's end gives all back, and CUDA may be gone by then
         return tensor
 
 
