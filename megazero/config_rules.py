@@ -329,6 +329,11 @@ def _offload(config: Config) -> Problems:
                 f"zero.offload_optimizer.{name}",
                 f"{value} needs zero.offload_optimizer.device cpu or nvme: on the device they are float32",
             )
+    if config.train.offload_activations and config.train.recompute != "full":
+        yield (
+            "train.offload_activations",
+            f"keeps layers' inputs alone, and train.recompute = {config.train.recompute}; use train.recompute full",
+        )
     if state.masters != "fp32" and config.train.precision not in ("bf16", "auto"):
         yield (
             "zero.offload_optimizer.masters",

@@ -285,6 +285,9 @@ class TrainSection(Section):
         description="activations computed again in backward; selective: all but matrix products and attention; "
         "full: whole layers",
     )
+    offload_activations: bool = Field(
+        False, description="recompute full: layers' inputs are in host memory between forward and backward"
+    )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each layer; auto: on a GPU")
     deterministic: bool = Field(False, description="bitwise repeatable kernels on a GPU, slower")
     seed: int = Field(1234, ge=0, description="seed of initial weights and dropout")

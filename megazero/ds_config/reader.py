@@ -30,6 +30,7 @@ from megazero.ds_config.tree import (
 from megazero.errors import ConfigError
 
 AUTO = "auto"
+_MOMENTS, _MASTERS = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
 _STATE, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
@@ -232,7 +233,13 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
         zero=section(
             Zero,
             "zero_optimization",
-            offload_optimizer=section(OffloadOptimizer, _STATE, device=_tier(reading, _STATE, "cpu_offload")),
+            offload_optimizer=section(
+                OffloadOptimizer,
+                _STATE,
+                device=_tier(reading, _STATE, "cpu_offload"),
+                moments="bf16" if reading.get(_MOMENTS) else "fp32",
+                masters="bf16" if reading.get(_MASTERS) else "fp32",
+            ),
             offload_param=section(OffloadParam, _PARAM, device=_tier(reading, _PARAM, "cpu_offload_param")),
         ),
         precision=precision,
@@ -253,7 +260,7 @@ def _precision(reading: _Reading) -> Precision:
     half, brain = get("fp16.enabled"), get("bf16.enabled")
     return Precision(
         dtype=torch.float16 if half else torch.bfloat16 if brain else torch.float32,
-        grad_dtype=get("data_types.grad_accum_dtype"),
+        grad_dtype=torch.bfloat16 if get(_MASTERS) else get("data_types.grad_accum_dtype"),
         auto_cast=half and get("fp16.auto_cast"),
         loss_scale=get("fp16.loss_scale") or None,
         initial_loss_scale=float(2 ** get("fp16.initial_scale_power")),
@@ -336,6 +343,9 @@ def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
         yield f"{_STATE}.device", f"{state} needs zero_optimization.stage 1, 2 or 3; on one process they cut nothing"
     if state == "nvme" and get(f"{_STATE}.nvme_path") is None:
         yield f"{_STATE}.nvme_path", f"is missing, and {_STATE}.device is nvme; give a directory on a fast local disk"
+    for path in (_MOMENTS, _MASTERS):
+        if get(path) and (state == "none" or not get("bf16.enabled")):
+            yield path, f"goes with {_STATE}.device cpu or nvme and bf16.enabled: on the device the state is float32"
     if parameters != "none" and stage < 3:
         yield f"{_PARAM}.device", f"{parameters} needs zero_optimization.stage 3, which alone cuts parameters"
     if parameters == "nvme":

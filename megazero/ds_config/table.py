@@ -182,8 +182,13 @@ _PRECISION = (
         _used("enabled", BOOLEAN, False, "parameters and activations in bfloat16, masters in float32"),
         _idle("immediate_grad_update", BOOLEAN, False, "gradients accumulate as they come"),
         _idle("check_grad_overflow", BOOLEAN, True, "every step is checked, whatever the precision"),
-        _lacks("bf16_master_weights_and_grads", BOOLEAN, False, "16-bit masters"),
-        _lacks("bf16_optimizer_states", BOOLEAN, False, "16-bit moments"),
+        _used(
+            "bf16_master_weights_and_grads",
+            BOOLEAN,
+            False,
+            "with offload_optimizer: no masters but the bfloat16 parameters, rounded at random; gradients in bfloat16",
+        ),
+        _used("bf16_optimizer_states", BOOLEAN, False, "with offload_optimizer: bfloat16 moments, rounded at random"),
     ),
     *_section(
         "data_types",
@@ -281,7 +286,12 @@ _CHECKPOINT = (
         _idle("contiguous_memory_optimization", BOOLEAN, False, "torch's allocator does it"),
         _idle("number_checkpoints", _COUNT, None, "belongs to contiguous_memory_optimization"),
         _idle("synchronize_checkpoint_boundary", BOOLEAN, False, "nothing to wait for"),
-        _lacks("cpu_checkpointing", BOOLEAN, False, "activations in host memory"),
+        _lacks(
+            "cpu_checkpointing",
+            BOOLEAN,
+            False,
+            "activations of other models in host memory; pretrain/gpt.py has train.offload_activations",
+        ),
         _lacks("profile", BOOLEAN, False, "timing of recomputation"),
     ),
 )

@@ -71,13 +71,18 @@ def test_one_process(micro: int, clip: float, precision: str, tiers: list[tuple[
         ((1, 1, 4), {"stage": 2, "mics_shard_size": 2}, {}),
         ((2, 1, 2), {"stage": 3, **PARAMETERS}, {}),
         ((1, 2, 2), {"stage": 3, **PARAMETERS}, {}),
+        ((1, 2, 1), {"stage": 1, "activations": True}, {"schedule": "gpipe"}),
     ],
     ids=str,
 )
 def test_layouts(layout: runs.Layout, zero: dict, parallel: dict) -> None:
     """Case 33 and 36 over tp, pp and dp: tied embeddings on two stages, norms of which ranks have shares."""
     sections = {"train": {"global_batch_size": 4, "micro_batch_size": 1}, "parallel": parallel}
+    zero, activations = dict(zero), {}
+    if zero.pop("activations", False):
+        sections["train"]["recompute"], activations = "full", {"offload_activations": True}
     wanted = outcome(layout, {k: v for k, v in zero.items() if k not in PARAMETERS}, **sections)
+    sections["train"] |= activations
     assert_same_bits(outcome(layout, {"offload_optimizer": {**CPU, "ratio": 0.8}, **zero}, **sections), wanted)
 
 

@@ -12,7 +12,7 @@ from megazero.zero.offload.memory import HostMemory
 
 Direction = Literal["out", "back"]
 
-_LEAVING = 3
+LEAVING = 3
 """Tensors on their way out before the compute stream waits for the first of them."""
 
 
@@ -88,7 +88,7 @@ class Link:
             host.copy_(source, non_blocking=True)
         arrival = _Event(self._out)
         self._leaving.append((source, arrival))
-        self._let_go(_LEAVING)
+        self._let_go(LEAVING)
         return arrival
 
     def _let_go(self, keep: int) -> None:
