@@ -344,11 +344,8 @@ class Block:
 
     @property
     def has_grad(self) -> bool:
-        return self.grad is not None or self._kept is not None or self._grad_left
-
-    @property
-    def _grad_left(self) -> bool:
-        return self.host_grad is not None and self.host_grad.present
+        left = self.host_grad is not None and self.host_grad.present
+        return left or self.grad is not None or self._kept is not None
 
     def owned_grad(self) -> torch.Tensor:
         """The reduced gradient of the owned range; where the state is kept off the device, there."""

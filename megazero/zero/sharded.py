@@ -9,7 +9,7 @@ this rank) is flushed with zeros when backward ends. A gather that no earlier pa
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.comm import Work
 from megazero.errors import MegazeroError
 from megazero.sharding import Rectangle, ShardSpec
 from megazero.zero.block import Block, Reader, Sharding, State
-from megazero.zero.blocks import BlockPlan, Unit
+from megazero.zero.blocks import Unit
 from megazero.zero.flat import FlatLayout, buckets, optimizer_group
+from megazero.zero.gathering import Gathering
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
 from megazero.zero.offload.memory import check_host_memory
 from megazero.zero.offload.settings import Offload
-from megazero.zero.offload.sizes import BlockShare, host_state, leaving_blocks
+from megazero.zero.offload.sizes import host_state, shares_of
 from megazero.zero.offload.tier import Tier
 from megazero.zero.order import UseOrder
 from megazero.zero.reduction import GradientReduction
@@ -129,7 +129,8 @@ class ShardedModel:
             ]
             for unit in units
         ]
-        shares = self._shares([found for own in plans for found in own], grad_dtype)
+        share = groups.shard.size if self.sharding.state else 1
+        shares = shares_of(list(chain(*plans)), share, self.sharding.parameters, grad_dtype, settings.offload)
         self.tier: Tier | None = None
         if settings.offload.active:
             host = host_state(shares, settings.offload, gpu=device.type == "cuda")
@@ -179,23 +180,7 @@ class ShardedModel:
         self._passed: set[int] = set()  # units that the running backward has done with
         self._at = -1  # the unit that it entered last
         self._local_copies: dict[int, torch.Tensor] = {}
-        self._late: deque[_LateGather] = deque()
-
-    def _shares(self, plans: Sequence[tuple[BlockPlan, FlatLayout]], grad_dtype: torch.dtype) -> list[BlockShare]:
-        """What this rank owns of each block, and where it is kept."""
-        offload, cut = self.settings.offload, self.groups.shard.size if self.sharding.state else 1
-        leaving = leaving_blocks([layout.numel if plan.trainable else 0 for plan, layout in plans], offload)
-        away = offload.parameters != "none" and self.sharding.parameters
-        return [
-            BlockShare(
-                layout.numel // cut,
-                index in leaving,
-                away and not plan.persistent,
-                plan.dtype.itemsize,
-                grad_dtype.itemsize,
-            )
-            for index, (plan, layout) in enumerate(plans)
-        ]
+        self._gathering = Gathering(groups, self.sharding, self.tier, self._local_copies)
 
     def close(self) -> None:
         """The end: what the host is doing is done."""
@@ -230,60 +215,9 @@ class ShardedModel:
             self.gather_bucket(bucket)
 
     def gather_bucket(self, bucket: Sequence[int]) -> None:
-        """Issue the all-gather of the stale blocks among ``bucket`` that stay whole between uses.
-
-        [Note: gathers that wait for the host] What the host is still updating is gathered when it is first used, so
-        that the next forward begins while the update goes on; all that was asked for before it is gathered first, in
-        the order in which it was asked for: which is the same on every rank, whatever each of them uses first.
-        """
+        """Issue the all-gather of the stale blocks among ``bucket`` that stay whole between uses."""
         blocks = [self.blocks[i] for i in bucket]
-        stale = [b for b in blocks if not b.sharding.parameters and b.state is State.SHARDED]
-        if not self._late and not any(block.is_updating for block in stale):
-            self._issue_gather(stale)
-        elif stale:
-            late = _LateGather(self._late, lambda: self._gather_values(stale))
-            for block in stale:
-                block.gathering(late)
-
-    def _issue_gather(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            if block.sharding.parameters:
-                block.settle()
-                block.gather_into()
-        work = self._gather_values(blocks)
-        for block in blocks:
-            block.gathering(work if block.layout.numel else None)
-
-    def _gather_values(self, blocks: Sequence[Block]) -> Work | None:
-        """Make ``flat`` of every block whole, from the ranks' values."""
-        blocks = [block for block in blocks if block.layout.numel]
-        if not blocks:
-            return None
-        for block in blocks:
-            block.settle()
-        shard, local = self.groups.shard, self.groups.local
-        if local is not None and self.in_backward and all(id(block) in self._local_copies for block in blocks):
-            return local.all_gather([b.flat for b in blocks], [self._local_copies[id(b)] for b in blocks])
-        if any(block.values_leave for block in blocks):
-            return self._gather_from_host(blocks)
-        if self.sharding.state and shard.size > 1:
-            return shard.all_gather([b.flat for b in blocks], [b.values for b in blocks])
-        for block in blocks:
-            if block.sharding.parameters:
-                block.flat.copy_(block.values)
-        return None
-
-    def _gather_from_host(self, blocks: Sequence[Block]) -> Work | None:
-        """The values of freed blocks, from every rank's host memory."""
-        assert self.tier is not None
-        shard, link = self.groups.shard, self.tier.link
-        slices = [shard.slice_of(block.flat) for block in blocks]
-        with self.tier.meter.timed("copies"):
-            copies = [link.back(own, block.values) for own, block in zip(slices, blocks, strict=True)]
-        if shard.size == 1:
-            return _Together(copies)
-        with link.stream_back():  # so that the collective waits for the copies, and nothing else does
-            return shard.all_gather([block.flat for block in blocks], slices)
+        self._gathering.issue_when_ready([b for b in blocks if not b.sharding.parameters and b.state is State.SHARDED])
 
     def enter(self, index: int) -> None:
         """A unit is about to be used, in forward or backward: make its parameters whole, and fetch ahead."""
@@ -321,7 +255,7 @@ class ShardedModel:
             return
         if not foretold and self.groups.agreement is not None:
             self.groups.agreement.on(unit.plan.name)
-        self._issue_gather(stale)
+        self._gathering.issue(stale, self.in_backward)
         self._live += sum(block.layout.numel for block in stale)
         unit.waiting = set(unit.plan.modules)
 
@@ -404,7 +338,7 @@ class ShardedModel:
         if stale:
             if self.groups.agreement is not None:
                 self.groups.agreement.on(what)
-            self._issue_gather(stale)
+            self._gathering.issue(stale, self.in_backward)
         for block in stale:
             block.lent = block.sharding.parameters
             self._live += block.layout.numel if block.lent else 0
@@ -554,35 +488,6 @@ class ShardedModel:
         return chain.from_iterable(
             zip((e.name for e in block.layout.entries), block.parameters, strict=True) for block in self.blocks
         )
-
-
-class _LateGather:
-    """An all-gather that is issued when it is waited for; see [Note: gathers that wait for the host].
-
-    ``queue``: those that are not issued, in order."""
-
-    def __init__(self, queue: deque[_LateGather], issue: Callable[[], Work | None]) -> None:
-        self._queue, self._issue = queue, issue
-        self._issued, self._work = False, None
-        queue.append(self)
-
-    def wait(self) -> None:
-        while not self._issued:
-            first = self._queue.popleft()
-            first._work, first._issued = first._issue(), True
-        if self._work is not None:
-            self._work.wait()
-
-
-class _Together:
-    """Several copies as one work."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 def _boxes_of(name: str, value: torch.Tensor) -> Reader:

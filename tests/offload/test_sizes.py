@@ -97,3 +97,50 @@ def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_p
 def test_what_does_not_fit_says_so() -> None:
     with pytest.raises(ConfigError, match=r"offload: 20.0 GB of host memory are needed .* and 10.0 GB are available"):
         check_host_memory("offload", 20 * 10**9, limit=10 * 10**9)
+
+
+def test_masters_of_parameters_that_are_not_bfloat16() -> None:
+    zero = {"stage": 1, "offload_optimizer": {**CPU, "masters": "bf16"}}
+    with pytest.raises(ConfigError, match=r"offload_optimizer.masters: bf16 is made of bfloat16 parameters"):
+        make_engine(settings(GPT2, zero=zero, train={"precision": "auto"}))  # float32 on a CPU
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "words"),
+    [
+        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer.device", "use 1, 2 or 3"),
+        (
+            {"zero": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+            "zero.offload_optimizer.nvme_path",
+            "missing",
+        ),
+        ({"zero": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero.offload_param.device", "use 3"),
+        ({"zero": {"stage": 1, "offload_optimizer": {"moments": "bf16"}}}, "zero.offload_optimizer.moments", "needs"),
+        (
+            {
+                "zero": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},
+                "checkpoint": {"dir": "x", "async_save": True},
+            },
+            "checkpoint.async_save",
+            "would copy to host memory",
+        ),
+        ({"train": {"offload_activations": True}}, "train.offload_activations", "use train.recompute full"),
+        (
+            {
+                "zero": {"stage": 1, "offload_optimizer": {"device": "cpu", "masters": "split"}},
+                "train": {"precision": "fp16"},
+            },
+            "zero.offload_optimizer.masters",
+            "use bf16",
+        ),
+        (
+            {"zero": {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}},
+            "zero.zero_hpz_partition_size",
+            "leave out one",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(sections: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"model": GPT2, "data": {"seq_length": 8}, **sections})
+    assert dict(caught.value.problems).keys() == {field} and words in str(caught.value)

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from megazero.errors import ConfigError
+from megazero.zero.blocks import BlockPlan
+from megazero.zero.flat import FlatLayout
 from megazero.zero.offload.formats import OFFSETS
 from megazero.zero.offload.media import record_places
 from megazero.zero.offload.settings import Offload
@@ -58,6 +63,29 @@ def leaving_blocks(sizes: Sequence[int], offload: Offload) -> set[int]:
             found.add(index)
             left -= sizes[index]
     return found
+
+
+def shares_of(
+    plans: Sequence[tuple[BlockPlan, FlatLayout]], ranks: int, cuts: bool, grad_dtype: torch.dtype, offload: Offload
+) -> list[BlockShare]:
+    """What a rank owns of each block, one of ``ranks`` equal parts. ``cuts``: parameters are cut into these, too.
+
+    Raises ConfigError where masters are to be made of bfloat16 parameters, and there are others."""
+    leaving = leaving_blocks([layout.numel if plan.trainable else 0 for plan, layout in plans], offload)
+    away = offload.parameters != "none" and cuts
+    if offload.masters != "fp32" and any(plans[index][0].dtype != torch.bfloat16 for index in leaving):
+        told = f"{offload.masters} is made of bfloat16 parameters, and others are trained; use bf16, or masters fp32"
+        raise ConfigError.single("offload_optimizer.masters", told)
+    return [
+        BlockShare(
+            layout.numel // ranks,
+            index in leaving,
+            away and not plan.persistent,
+            plan.dtype.itemsize,
+            grad_dtype.itemsize,
+        )
+        for index, (plan, layout) in enumerate(plans)
+    ]
 
 
 def host_state(shares: Sequence[BlockShare], offload: Offload, gpu: bool) -> HostState:
