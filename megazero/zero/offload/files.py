@@ -136,7 +136,7 @@ def _close(descriptor: int, lock: int, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    descriptor = os.open(root / f".{_PREFIX}lock", os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

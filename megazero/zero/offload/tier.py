@@ -69,7 +69,7 @@ class Tier:
             )
             cache += "" if self.disk.file.direct else "knows no direct reads: slower"
             where = f"in {self.disk.file.path}, {cache}"
-        yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {self.threads} threads"
+        yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {_counted(self.threads)}"
 
     def advice(self) -> str | None:
         """A step has been issued: what the run should be told, once. On a CPU there is nothing to wait for apart."""
@@ -84,6 +84,10 @@ class Tier:
         if name not in self._scratch:
             self._scratch[name] = self.memory.empty(self.settings.buffer_size, torch.float32)
         return self._scratch[name][:numel]
+
+
+def _counted(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def own_threads() -> int:
