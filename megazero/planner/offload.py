@@ -36,14 +36,12 @@ def block_shares(
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one rank and step. ``out``, ``back``: between device and host; ``touched``: of host memory by the CPU's
-    update; ``read``, ``written``: of files."""
+    """Bytes of one rank and step. ``out``, ``back``: between device and host; ``files``: read, and as many written,
+    page by page."""
 
     out: int
     back: int
-    touched: int
-    read: int
-    written: int
+    files: int
 
 
 def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: int) -> Moved:
@@ -51,7 +49,7 @@ def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: in
 
     Where gradients are cut (stages 2 and 3) every micro-batch's leave, and come back for the next to be added.
     """
-    out = back = touched = files = 0
+    out = back = files = 0
     reductions = passes if stage >= 2 else 1
     for share in shares:
         if share.values_leave:
@@ -60,11 +58,9 @@ def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: in
             continue
         out += reductions * share.numel * share.gradient
         back += share.numel * ((reductions - 1) * share.gradient + (0 if share.values_leave else share.value))
-        stored = sum(dtype.itemsize for dtype in stored_fields(offload, share.values_leave).values())
-        touched += share.numel * (2 * stored + share.gradient + 2 * share.value)
         if offload.optimizer == "nvme":
-            files += share.numel * stored
-    return Moved(out, back, touched, files, files)
+            files += share.numel * sum(dtype.itemsize for dtype in stored_fields(offload, share.values_leave).values())
+    return Moved(out, back, files)
 
 
 @dataclass(frozen=True)

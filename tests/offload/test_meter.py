@@ -12,7 +12,7 @@ from megazero.zero.offload.meter import STEPS, WARM, Meter
 def advice(seconds: dict[str, float], *, link: float = 0.0, touched: int = 0, **settings) -> str | None:
     """What is said where every step of a second takes these seconds of each kind."""
     moved: Counter[str] = Counter()
-    options = {"threads": 16, "cores": 16, "pinned": True, "in_files": False} | settings
+    options = {"threads": 16, "cores": 16, "pinned": True} | settings
     meter = Meter(moved, **options)
     told = None
     for step in range(WARM + STEPS + 3):
@@ -31,7 +31,7 @@ def advice(seconds: dict[str, float], *, link: float = 0.0, touched: int = 0, **
     [
         ({"copies": 0.4, "wait": 0.1}, {"pinned": False}, ("copies that nothing overlaps", "pin_memory to true")),
         ({"wait": 0.6, "update": 0.9}, {"threads": 1, "touched": 9 * 10**9}, ("10 GB/s", "1 threads", "16 cores")),
-        ({"wait": 0.6, "update": 0.2, "files": 0.7}, {"in_files": True}, ("the disk is slower", "moments bf16")),
+        ({"wait": 0.6, "update": 0.2, "files": 0.7}, {}, ("the disk is slower", "moments bf16")),
         ({"wait": 0.1, "update": 0.2}, {"link": 40e9}, ("the link", "40 GB/s", "micro-batch size")),
         ({"wait": 0.3, "update": 0.5}, {"touched": 45 * 10**9}, ("90 GB/s", "accumulation steps", "ratio")),
         ({"wait": 0.3, "gradients": 0.5}, {}, ("copies between device and host", "micro-batch")),

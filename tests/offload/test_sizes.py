@@ -91,7 +91,7 @@ def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_p
     if files is not None:
         # Pieces are read and written in whole pages.
         assert files[2] == host.files and files[0] == files[1] == steps * host.files
-        assert wanted.read <= host.files
+        assert wanted.files <= host.files
 
 
 def test_what_does_not_fit_says_so() -> None:

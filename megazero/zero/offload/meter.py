@@ -20,17 +20,16 @@ LINK = 55e9
 
 
 class Meter:
-    """``moved``: bytes over the link, by direction. ``touched``: bytes of host memory that the update passes over, so far.
+    """``moved``: bytes over the link, by direction. ``touched``: of host memory that the update passes over, so far.
 
     ``threads``, ``cores``: of the update, and those that there are for it. ``pinned``: whether copies are asynchronous.
-    ``in_files``: where the state is.
     """
 
-    def __init__(self, moved: Counter[str], threads: int, cores: int, pinned: bool, in_files: bool) -> None:
+    def __init__(self, moved: Counter[str], threads: int, cores: int, pinned: bool) -> None:
         self.seconds: Counter[Kind] = Counter()
         self.touched = 0
         self._bytes, self._threads, self._cores = moved, threads, cores
-        self._pinned, self._in_files = pinned, in_files
+        self._pinned = pinned
         self._steps = 0
         self._begin: tuple[float, Counter, Counter, int] | None = None
 

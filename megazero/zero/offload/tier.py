@@ -38,7 +38,7 @@ class Tier:
         self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
         self.threads = settings.threads or own_threads()
         pinned = settings.pin_memory and settings.pin_parameters
-        self.meter = Meter(self.link.bytes, self.threads, own_threads(), pinned, self.disk is not None)
+        self.meter = Meter(self.link.bytes, self.threads, own_threads(), pinned)
         self._worker = ThreadPoolExecutor(1, "offload", self._begin)
         self._scratch: dict[str, torch.Tensor] = {}
 
