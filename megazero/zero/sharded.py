@@ -26,7 +26,7 @@ from megazero.zero.flat import FlatLayout, buckets, optimizer_group
 from megazero.zero.gathering import Gathering
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
-from megazero.zero.offload.memory import check_host_memory
+from megazero.zero.offload.memory import check_host_memory, wait_for_all
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import host_state, shares_of
 from megazero.zero.offload.tier import Tier
@@ -135,7 +135,8 @@ class ShardedModel:
         if settings.offload.active:
             host = host_state(shares, settings.offload, gpu=device.type == "cuda")
             check_host_memory("offload_optimizer.device", host.memory)
-            self.tier = Tier(settings.offload, device, host)
+            self.tier = Tier(settings.offload, device, host)  # which looks at the room on the disk
+            wait_for_all()
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []
         for unit, own in zip(units, plans, strict=True):

@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megazero.errors import ConfigError, OffloadError
 
@@ -90,6 +91,18 @@ def available_host_memory() -> int:
             cache = int(fields.get("inactive_file", 0))  # what the kernel drops when asked for memory
             free = min(free, allowed - int(Path(usage).read_text()) + cache)
     return max(0, free)
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here: none takes memory while another still looks at what is available. By the
+    store of the process group, as there may be no other group yet."""
+    if not dist.is_initialized():
+        return
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    turn = f"megazero/offload/{store.add(f'megazero/offload/made/{rank}', 1)}"
+    if store.add(turn, 1) == dist.get_world_size():
+        store.set(f"{turn}/all", "")
+    store.wait([f"{turn}/all"])
 
 
 def check_host_memory(field: str, needed: int, limit: int | None = None) -> None:
