@@ -343,6 +343,9 @@ def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
         yield f"{_STATE}.device", f"{state} needs zero_optimization.stage 1, 2 or 3; on one process they cut nothing"
     if state == "nvme" and get(f"{_STATE}.nvme_path") is None:
         yield f"{_STATE}.nvme_path", f"is missing, and {_STATE}.device is nvme; give a directory on a fast local disk"
+    if state == "nvme" and get("checkpoint.async_save"):
+        told = f"would copy to host memory what {_STATE}.device nvme keeps out of it"
+        yield "checkpoint.async_save", f"{told}; leave out one of the two"
     for path in (_MOMENTS, _MASTERS):
         if get(path) and (state == "none" or not get("bf16.enabled")):
             yield path, f"goes with {_STATE}.device cpu or nvme and bf16.enabled: on the device the state is float32"

@@ -277,6 +277,15 @@ def test_batch_sizes_that_cannot_be(given, field, words):
             "cpu needs zero_optimization.stage 3",
         ),
         (
+            {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},
+                "checkpoint": {"async_save": True},
+            },
+            "checkpoint.async_save",
+            "would copy to host memory",
+        ),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "goes with"),
+        (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             "zero_optimization.offload_param.device",
             "use cpu",
