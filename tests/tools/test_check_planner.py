@@ -56,7 +56,8 @@ def test_a_calibrated_chip_is_held_against_what_was_drawn(
     assert runs.seen[0] == ("gpt3-1.3b", check_planner.CALIBRATION.run) and len(set(runs.seen[1:])) == 5
     records = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     assert all(abs(record["memory"]) < 1e-9 for record in records)
-    assert all(record["time"] < -0.05 and abs(record["calibrated"]) < 0.02 for record in records)
+    assert min(record["time"] for record in records) < -0.2
+    assert all(abs(record["calibrated"]) < 0.02 for record in records)
     assert lines[-1].startswith("5 settings: time at most ") and len(lines) == 2 + 1 + 5 + 1
     again = Runs()
     check(monkeypatch, again, "--draw", "5")
