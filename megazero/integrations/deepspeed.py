@@ -45,7 +45,9 @@ def initialize(
     from megazero.integrations.parameters import ParameterOffload, mark
 
     if mpu is not None or mesh_param is not None:
-        raise MegazeroError("initialize: mpu and mesh_param stand for model parallelism, which a foreign model lacks here")
+        raise MegazeroError(
+            "initialize: mpu and mesh_param stand for model parallelism, which a foreign model lacks here"
+        )
     init_distributed()
     given = config if config is not None else config_params
     evaluates = optimizer is None and model_parameters is None and not _names_optimizer(args, given)

@@ -47,7 +47,9 @@ class StandInModule(ModuleType):
 
     def __dir__(self) -> list[str]:
         below = (name.rpartition(".") for name in SURFACE)
-        return sorted({*SURFACE[self.__name__], *(name for parent, _, name in below if parent == self.__name__)} - {"*"})
+        return sorted(
+            {*SURFACE[self.__name__], *(name for parent, _, name in below if parent == self.__name__)} - {"*"}
+        )
 
 
 class StandIn:

@@ -1,7 +1,7 @@
 """What the launcher starts in every process: the user's script, as Python itself would run it.
 
-Run by path (``python worker.py [--local_rank] [-m] SCRIPT ARGS…``), so that a folder called megazero in the working directory cannot
-be taken for the package.
+Run by path (``python worker.py [--local_rank] [-m] SCRIPT ARGS…``), so that a folder called megazero in the working
+directory cannot be taken for the package.
 """
 
 from __future__ import annotations
