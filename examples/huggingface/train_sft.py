@@ -53,7 +53,7 @@ class Continue(TrainerCallback):
             print(f"step {state.global_step}: {self.last!r}", flush=True)
 
 
-def main() -> None:
+def main() -> Trainer:
     script, arguments = HfArgumentParser((Script, Arguments)).parse_args_into_dataclasses()
     set_seed(arguments.seed)
     # After the arguments: they say whether weights are to be cut as they are loaded.
@@ -78,6 +78,7 @@ def main() -> None:
     trainer.save_metrics("eval", trainer.evaluate(), combined=False)
     trainer.save_model()
     trainer.save_state()
+    return trainer
 
 
 if __name__ == "__main__":

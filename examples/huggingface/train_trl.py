@@ -44,7 +44,7 @@ def pairs(file: str | None) -> list[dict[str, str]]:
     return [{"prompt": f"{a} {b}? ", "completion": f"{a} {b}."} for a in WORDS for b in WORDS if a != b]
 
 
-def main() -> None:
+def main() -> SFTTrainer:
     script, arguments = HfArgumentParser((Script, Arguments)).parse_args_into_dataclasses()
     set_seed(arguments.seed)
     model, tokenizer = load(script.model_name_or_path)
@@ -59,6 +59,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trainer.save_metrics("eval", trainer.evaluate(), combined=False)
     trainer.save_model()
+    return trainer
 
 
 if __name__ == "__main__":

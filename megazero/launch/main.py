@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.as_deepspeed:
             hook.prepare(os.environ)
-            if not arguments.module and not Path(arguments.script).is_file() and shutil.which(arguments.script):
+            if not arguments.module and _is_command(arguments.script):
                 os.execvp(arguments.script, [arguments.script, *arguments.arguments])
         if not arguments.module and not Path(arguments.script).is_file():
             raise LaunchError(f"there is no script {arguments.script!r}")
@@ -81,6 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         _say(str(error))
         return 2
+
+
+def _is_command(script: str) -> bool:
+    """Whether it is another launcher, and not a Python script, that is to be run."""
+    return not script.endswith(".py") and shutil.which(script) is not None
 
 
 def _processes(arguments: argparse.Namespace) -> int:
