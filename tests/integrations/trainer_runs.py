@@ -220,8 +220,8 @@ def from_pretrained() -> dict[str, Any]:
 @run
 def resized() -> dict[str, Any]:
     results = {}
-    for name, deepspeed in (("plain", None), ("2", settings(2)), ("3", settings(3))):
-        args = arguments(f"resized-{name}", deepspeed)
+    for name, zero in (("plain", None), ("2", settings(2)), ("3", settings(3))):
+        args = arguments(f"resized-{name}", zero)
         model = pretrained()
         torch.manual_seed(7)  # the new rows are drawn
         model.resize_token_embeddings(72)
@@ -245,8 +245,8 @@ def lora() -> dict[str, Any]:
     """Adapters, and a head that is trained whole; what is saved is loaded by peft alone."""
     results: dict[str, Any] = {}
     for kind, more in (("adapters", {}), ("head", {"modules_to_save": ["lm_head"]})):
-        for name, deepspeed in (("plain", None), ("2", settings(2)), ("3", settings(3))):
-            args = arguments(f"{kind}-{name}", deepspeed, save_strategy="steps", save_steps=2)
+        for name, zero in (("plain", None), ("2", settings(2)), ("3", settings(3))):
+            args = arguments(f"{kind}-{name}", zero, save_strategy="steps", save_steps=2)
             made = trainer(adapted(**more), args)
             made.train()
             made.save_model(args.output_dir + "/final")
