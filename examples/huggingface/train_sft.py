@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
-
 from tiny import Tokens, load, texts
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 
 @dataclass

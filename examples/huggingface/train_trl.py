@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from tiny import load
 from transformers import HfArgumentParser, set_seed
 from trl import SFTConfig, SFTTrainer
-
-from tiny import load
 
 
 @dataclass

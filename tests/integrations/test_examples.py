@@ -33,7 +33,7 @@ def check(folder: Path, adapters: bool = False) -> None:
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.arange(24).view(2, 12)).logits
     assert torch.equal(logits, torch.load(folder / "logits.pt"))
-    assert json.loads((folder / "eval_results.json").read_text())["eval_loss"] < 5.5
+    assert json.loads((folder / "eval_results.json").read_text())["eval_loss"] < 5.553  # log 258
 
 
 def tiny() -> ModuleType:
