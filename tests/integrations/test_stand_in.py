@@ -13,7 +13,7 @@ import pytest
 from megazero.errors import LaunchError
 from megazero.integrations import hook
 from megazero.launch.environment import free_port
-from tests.integrations.launched import HERE, ROOT, launched, python
+from tests.integrations.launched import HERE, launched, python
 
 RUN = HERE / "surface_run.py"
 
@@ -95,3 +95,24 @@ def test_it_is_told_its_rank(tmp_path: Path) -> None:
     ]
     done = launched("--as-deepspeed", "--no_local_rank", "--num_gpus=1", script, "--x")
     assert done.stdout.splitlines()[-1].split()[2:] == ["--x"]
+
+
+WAITING = """
+import datetime, time, torch, deepspeed
+deepspeed.init_distributed(timeout=datetime.timedelta(seconds=3))
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config={"train_batch_size": 2})
+if deepspeed.comm.get_rank() == 0:
+    engine.save_checkpoint(FOLDER)
+else:
+    time.sleep(100)
+"""
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_the_time_set(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITING.replace("FOLDER", repr(str(tmp_path / "saved"))))
+    done = launched("--as-deepspeed", "--no_local_rank", "--num_gpus=2", script, timeout=90)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("megazero launch: rank 0 failed: ") and "imed out" in last, last
+    assert "save_checkpoint" in done.stderr

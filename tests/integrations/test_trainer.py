@@ -110,3 +110,17 @@ def test_mistakes(of: dict[str, Any]) -> None:
     for name, parts in TOLD.items():
         for part in parts:
             assert part in of[name], of[name]
+
+
+def test_troubles(of: dict[str, Any]) -> None:
+    """docs/troubleshooting.md, "Under transformers"."""
+    assert "global_step4" in of["files"] and not any("model" in name for name in of["files"])
+    assert of["told"].keys() == {"save_pretrained", "torch.save", "weight"}
+    for told in of["told"].values():
+        assert told.startswith("MegazeroError") and "cut over the ranks (stage 3)" in told, told
+        assert "with megazero.zero.GatheredParameters(parameter)" in told and "save_16bit_model" in told
+    assert "lm_head.weight" in of["told"]["weight"]
+    assert of["plain"] == pytest.approx(of["ours"], **LOSS)
+    assert of["norm"] == pytest.approx(of["plain norm"], rel=1e-6)
+    assert (of["predictions"], of["preprocessed"], of["loss only"]) == ([8, 12, 64], [8, 12], None)
+    assert of["resident"] == 0

@@ -20,9 +20,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.integrations import unset_hf_deepspeed_config
+
+from megazero.foreign.consolidate import consolidate
 
 OUT = Path(next(word for word in sys.argv[1:] if not word.startswith("--")))
 RANK = int(os.environ["RANK"])
@@ -325,6 +328,46 @@ def mistakes() -> dict[str, str]:
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=both)
     except Exception as error:
         results["both precisions, without Trainer"] = f"{type(error).__name__}: {error}"
+    return results
+
+
+@run
+def troubles() -> dict[str, Any]:
+    """docs/troubleshooting.md: what is seen, and what helps, at stage 3."""
+    ungathered = settings(3)
+    ungathered["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
+    args = arguments("troubles", ungathered)
+    made = trainer(fresh(), args)
+    made.train()
+    made.save_model()
+    results: dict[str, Any] = {"files": sorted(os.listdir(args.output_dir)), "ours": made.evaluate()["eval_loss"]}
+    weight, told = made.model.lm_head.weight, {}
+    results["told"] = told
+    for name, use in (
+        ("save_pretrained", lambda: made.model.save_pretrained(OUT / "none")),
+        ("torch.save", lambda: torch.save(made.model.state_dict(), OUT / "none.bin")),
+        ("weight", lambda: weight.norm()),
+    ):
+        try:
+            use()
+            told[name] = "no error"
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    with deepspeed.zero.GatheredParameters(weight):
+        results["norm"] = weight.norm().item()
+    if RANK == 0:
+        consolidate(args.output_dir, OUT / "troubles-consolidated")
+    together()
+    model = LlamaForCausalLM(config())
+    model.load_state_dict(load_file(OUT / "troubles-consolidated" / "model.safetensors"))
+    results |= {"plain": plain_loss(model), "plain norm": model.lm_head.weight.norm().item()}
+    results["predictions"] = list(made.predict(Samples(8)).predictions.shape)
+    made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    results["preprocessed"] = list(made.predict(Samples(8)).predictions.shape)
+    made.args.prediction_loss_only = True
+    results["loss only"] = made.predict(Samples(8)).predictions
+    cut = [block for block in made.model_wrapped.sharded.blocks if block.sharding.parameters]
+    results["resident"] = sum(block.flat.untyped_storage().nbytes() for block in cut)
     return results
 
 
