@@ -42,7 +42,7 @@ def initialize(
     """`megazero.initialize`. A model without an optimizer, here and in the config, is for evaluation, as in DeepSpeed:
     nothing is kept to train it."""
     from megazero.foreign.initialize import initialize as ours
-    from megazero.integrations.parameters import ParameterOffload, mark
+    from megazero.integrations.parameters import describe, mark
 
     if mpu is not None or mesh_param is not None:
         raise MegazeroError(
@@ -64,10 +64,12 @@ def initialize(
             config_params=config_params,
         )
     engine = made[0]
-    if engine.zero_optimization_stage() == 3:
+    stage = engine.zero_optimization_stage()
+    if stage == 3:
         mark(engine.module)
-        if engine.optimizer is not None:
-            engine.optimizer.parameter_offload = ParameterOffload()
+    if engine.optimizer is not None:
+        describe(engine.optimizer, stage)
+    log_dist(f"DeepSpeed info: version={hook.VERSION}, answered by megazero", [0])
     return made
 
 

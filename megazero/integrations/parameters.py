@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megazero import zero
+from megazero.ds_config.reader import load_ds_config
 from megazero.errors import MegazeroError
 from megazero.integrations.deepspeed import init_distributed
 from megazero.zero.homes import InEngine, home_of
@@ -25,7 +26,8 @@ class ZeroParamStatus(Enum):
 
 
 class Init(zero.Init):
-    """`megazero.zero.Init` with the arguments of DeepSpeed's; where values are kept follows from the config."""
+    """`megazero.zero.Init` with the arguments of DeepSpeed's, and its dtype: that of the config's fp16 or bf16. Where
+    values are kept follows from the config."""
 
     def __init__(
         self,
@@ -48,7 +50,19 @@ class Init(zero.Init):
             )
         if enabled:
             init_distributed()
-        super().__init__(config_dict_or_path, config=config, enabled=enabled, dtype=dtype)
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        if dtype is None and enabled and given is not None:
+            dtype = _dtype_of(load_ds_config(given))
+        super().__init__(given, enabled=enabled, dtype=dtype)
+
+
+def _dtype_of(settings: dict[str, Any]) -> torch.dtype | None:
+    """What fp16 and bf16 say; None: parameters stay in the dtype that they are made in."""
+    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        section = settings.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            return dtype
+    return None
 
 
 class OnDevice:
@@ -98,7 +112,7 @@ class _NoModule(nn.Module):
         return ()
 
 
-class ParameterOffload:
+class _ParameterOffload:
     """What trl takes out of and puts back into a stage 3 engine around generation with gathered parameters: hooks.
     Ours stay, as a gathered block needs none taken out."""
 
@@ -107,6 +121,13 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Nothing was taken out."""
+
+
+def describe(optimizer: torch.optim.Optimizer, stage: int) -> None:
+    """The attributes by which libraries look into DeepSpeed's optimizers: the masters, and stage 3's hooks."""
+    optimizer.single_partition_of_fp32_groups = [p for group in optimizer.param_groups for p in group["params"]]
+    if stage == 3:
+        optimizer.parameter_offload = _ParameterOffload()
 
 
 def mark(model: nn.Module) -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from megazero.checkpoint import open_checkpoint
+from megazero.errors import CheckpointError
 from megazero.foreign.consolidate import consolidate
+from megazero.zero.homes import home_of, leave
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -54,10 +56,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """``model``, on the CPU, with the float32 weights of a checkpoint. It leaves the engine that it may be in."""
+    """``model``, on the CPU, with the float32 weights of a checkpoint in its dtype. It leaves the engine it may be in.
+
+    Raises CheckpointError where the checkpoint lacks a weight.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model = model.cpu()
-    model.load_state_dict(state, strict=False)
+    for name, parameter in model.named_parameters():
+        if name not in state:
+            raise CheckpointError(f"{checkpoint_dir}: holds no {name}; give the model that it was saved with")
+        if home_of(parameter) is not None:
+            leave(parameter)
+            parameter.__class__ = nn.Parameter
+        parameter.data = state[name].to(parameter.dtype)
+    model.cpu().load_state_dict(state, strict=False)  # buffers
     return model
 
 

@@ -43,12 +43,16 @@ def train() -> dict[str, Any]:
     import deepspeed
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from deepspeed.utils.zero_to_fp32 import (
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
 
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = torch.nn.Linear(4, 1)
+    assert model.weight.dtype == torch.bfloat16
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=0.1), config_params=config
     )
@@ -62,7 +66,11 @@ def train() -> dict[str, Any]:
     weights = get_fp32_state_dict_from_zero_checkpoint(sys.argv[1])
     with deepspeed.zero.GatheredParameters(model.weight):
         same = torch.equal(weights["weight"].to(torch.bfloat16), model.weight)
+    masters = {values.dtype for values in optimizer.single_partition_of_fp32_groups}
+    loaded = load_state_dict_from_zero_checkpoint(model, sys.argv[1])
     return {
+        "masters": masters == {torch.float32},
+        "loaded": torch.equal(loaded.weight, weights["weight"].to(torch.bfloat16)),
         "ranks": [deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()],
         "optimizer": type(optimizer).__name__,
         "learns": losses[2] < losses[0],

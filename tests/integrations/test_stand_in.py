@@ -38,6 +38,8 @@ def check(result: dict[str, Any]) -> None:
         "engine": True,
         "config": 3,
         "weights": True,
+        "masters": True,
+        "loaded": True,
         "marked": True,
         "device": "cpu",
     }
