@@ -152,7 +152,9 @@ class Engine:
         tokens = self.config.train.micro_batch_size * self.config.data.seq_length
         shape = (self.stage.tp.local_tokens(tokens), self.model_config.hidden_size)
         ranks = layout.along(self.topology.rank, "pp")
-        return Transfers(self.topology.group("pp"), ranks, shape, dtype, self.device, pairs)
+        transfers = Transfers(self.topology.group("pp"), ranks, shape, dtype, self.device, pairs)
+        transfers.connect(self.topology.coordinates["pp"], self.config.parallel.virtual_pp > 1)
+        return transfers
 
     def running(self) -> bool:
         """Whether another step is to be taken; asked by every rank between steps."""

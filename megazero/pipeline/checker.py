@@ -2,14 +2,15 @@
 
 For the given lists it shows that no rank waits for ever (under the rendezvous semantics of `simulate`, so
 under any weaker ones too), that every micro-batch is computed once and in order on every stage, that
-transfers match, and that no stage holds more activations than was promised.
+transfers match, batch by batch, and that no stage holds more activations than was promised.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
-from megazero.pipeline.schedules import COMMUNICATION, Action, Kind, Schedule, ScheduleFault
+from megazero.pipeline.schedules import COMMUNICATION, SENDS, Action, Kind, Schedule, ScheduleFault, groups
 from megazero.pipeline.simulate import simulate
 
 
@@ -31,6 +32,27 @@ def _check(schedule: Schedule, micro_batches: int, bounds: Sequence[int], chunks
     for rank, actions in enumerate(schedule):
         _RankCheck(rank, len(schedule), micro_batches, bounds[rank], chunks, training).run(actions)
     simulate(schedule, lambda rank, action: 1.0)
+    _check_batches(schedule)
+
+
+def _check_batches(schedule: Schedule) -> None:
+    """Show that two ranks have as many batches with each other, each as many sends of one as receives of the other.
+
+    Where one rank's batch is two on the other, the host may wait for ever: in issuing it, for the second to be issued.
+    """
+    batches: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, actions in enumerate(schedule):
+        for index, batch in groups(actions):
+            if batch[0].kind in COMMUNICATION:
+                sends = sum(action.kind in SENDS for action in batch)
+                batches[rank, batch[0].peer].append((index, sends, len(batch) - sends))
+    for (rank, peer), own in batches.items():
+        other = batches[peer, rank]
+        for place, (index, sends, receives) in enumerate(own):
+            if other[place : place + 1] and other[place][1:] == (receives, sends):
+                continue
+            reason = f"its batch {place} with rank {peer}, from {schedule[rank][index]} on, is not one batch there"
+            raise ScheduleFault(rank, index, reason)
 
 
 class _RankCheck:

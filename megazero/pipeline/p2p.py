@@ -79,6 +79,17 @@ class Transfers:
         self._under_way: dict[int, deque[tuple[list[dist.Work], list[torch.Tensor]]]] = defaultdict(deque)
         self._waited: Counter[int] = Counter()
 
+    def connect(self, rank: int, ring: bool) -> None:
+        """Exchange a tensor with each neighbour of pipeline rank ``rank``, round by round.
+
+        NCCL connects two ranks in their first transfer of a size, and the host waits for both. In a step it must not:
+        the peer may itself be waiting, for another rank, or with a kernel's first launch for what was sent before.
+        """
+        for pairs in _rounds(len(self.ranks), ring):
+            for peer in (peer for pair in pairs if rank in pair for peer in pair if peer != rank):
+                self.issue(peer, [torch.zeros(self.shape, dtype=self.dtype, device=self.device)], 1)
+                self.drain()
+
     def issue(self, peer: int, sends: Sequence[torch.Tensor], receives: int) -> list[Receipt]:
         """Start one batch: send these tensors to a pipeline rank and receive as many as ``receives`` from it."""
         group, rank = self.pairs.get(peer, self.group), self.ranks[peer]

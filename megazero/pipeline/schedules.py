@@ -5,17 +5,20 @@ planner and the timeline draw from them; none of the four knows a schedule by na
 
 What a list means
 -----------------
-Computations happen in list order. A maximal run of consecutive transfers with one peer is a *batch* (`groups` yields
-them): its members are issued together, as a group, once the computations listed before them are done. A rank's
-batches with one peer are carried out in order, beside its computations and beside its batches with other peers; those
-to one peer match in order. A batch is waited for only by what uses a tensor that it receives: a forward its input, a
-backward the gradient of its output. Nothing waits for a send.
+Computations happen in list order. A maximal run of consecutive transfers of one slot with one peer is a *batch*
+(`groups` yields them): its members are issued together, as a group, once the computations listed before them are done.
+A rank's batches with one peer are carried out in order, beside its computations and beside its batches with other
+peers; the k-th of a rank with a peer holds the other ends of the peer's k-th with the rank. A batch is waited for only
+by what uses a tensor that it receives: a forward its input, a backward the gradient of its output. Nothing waits for a
+send.
 
 [Note: no deadlock]
 `build_schedule` lists both ends of a transfer at one moment, the end of the slot in which its tensor is made, and
 what two ranks exchange in one slot is a batch on both. So of all that is not done, what stands in the earliest slot has
 everything before it on both sides, computations and batches, and can go on. That holds where sends wait for their
-receives, as NCCL's may, and needs no more than a stream per pair of ranks. Streams shared by several pairs would let a
+receives, and where the host waits in the issue of a batch until the peer issues its end, as NCCL does both, the latter
+when it connects two ranks; and where the first launch of a kernel waits for all that the device was given before. It
+needs no more than a stream per pair of ranks. Streams shared by several pairs would let a
 rank's late receive hold up its sends: with backwards of twice the time of forwards the interleaved schedule then waits
 up to two and a half times as long as the formula says.
 
@@ -73,13 +76,15 @@ class Action(NamedTuple):
     """One entry of a rank's list.
 
     ``micro_batch`` is None for ``GATHER`` only. ``chunk`` numbers the model chunks this rank holds (always 0
-    where a rank holds one). ``peer`` is the other pipeline rank of a transfer, None for the rest.
+    where a rank holds one). ``peer`` is the other pipeline rank of a transfer, and ``slot`` says when it is issued, by
+    the same number on both ends; both are None for the rest.
     """
 
     kind: Kind
     micro_batch: int | None = None
     chunk: int = 0
     peer: int | None = None
+    slot: int | None = None
 
     def __str__(self) -> str:
         text = self.kind.value
@@ -109,8 +114,8 @@ def groups(actions: Sequence[Action]) -> Iterator[tuple[int, tuple[Action, ...]]
     while start < len(actions):
         end = start + 1
         if actions[start].kind in COMMUNICATION:
-            peer = actions[start].peer
-            while end < len(actions) and actions[end].kind in COMMUNICATION and actions[end].peer == peer:
+            together = actions[start][-2:]  # peer and slot
+            while end < len(actions) and actions[end].kind in COMMUNICATION and actions[end][-2:] == together:
                 end += 1
         yield start, tuple(actions[start:end])
         start = end
@@ -198,6 +203,7 @@ class _Slots:
         self.stages, self.last = stages, stages * chunks - 1
         self.forwards, self.backwards, self.ahead, self.held = forwards, backwards, ahead, held
         self.last_micro_batch = forwards[-1][0]
+        self.slot = 0
         self.lists: Schedule = [[Action(Kind.GATHER)] for _ in range(stages)]
         self.forwards_done, self.backwards_done, self.weights_done = ([0] * stages for _ in range(3))
         # (stage of the model, micro-batch) of inputs and of gradients that are there.
@@ -216,6 +222,7 @@ class _Slots:
             to = {action.peer: peer for peer, action in received}
             for peer, action in sorted(received, key=lambda each: to.get(each[0]) != each[1].peer):
                 self.lists[peer].append(action)
+            self.slot += 1
         return self.lists
 
     def _next(self, rank: int) -> Action | None:
@@ -235,7 +242,7 @@ class _Slots:
 
     def _compute(self, rank: int, action: Action) -> tuple[int, Action | None]:
         """List what a rank does in this slot, and the send of what it makes: to whom, and what is received there."""
-        _, micro_batch, chunk, _ = action
+        micro_batch, chunk = action.micro_batch, action.chunk
         actions, stage = self.lists[rank], chunk * self.stages + rank
         forward = action.kind is Kind.FORWARD
         done = {Kind.FORWARD: self.forwards_done, Kind.BACKWARD_WEIGHT: self.weights_done}
@@ -253,6 +260,7 @@ class _Slots:
             return rank, None
         (self.inputs if forward else self.gradients).add((receiver, micro_batch))
         peer = receiver % self.stages
-        actions.append(Action(Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, micro_batch, chunk, peer))
+        send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
+        actions.append(Action(send, micro_batch, chunk, peer, self.slot))
         receive = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
-        return peer, Action(receive, micro_batch, receiver // self.stages, rank)
+        return peer, Action(receive, micro_batch, receiver // self.stages, rank, self.slot)

@@ -132,7 +132,7 @@ def trained(
     engine, *_ = megazero.initialize(model=model, config=copy.deepcopy(settings), **arguments)
     losses, norms = [], []
     for step in range(steps):
-        total = torch.zeros(())
+        total = torch.zeros((), device=engine.device)
         for micro_step in range(engine.gradient_accumulation_steps()):
             loss = loss_of(engine, batch(step, micro_step, rank, vocabulary).to(engine.local_rank))
             total += engine.backward(loss).float()

@@ -145,6 +145,35 @@ def test_a_foreign_model_over_nccl_is_as_a_plain_loop(stage: int) -> None:
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
 
 
+@pytest.mark.gpu(2)
+def test_a_foreign_model_evaluates_and_generates_under_stage_3() -> None:
+    """100 evaluation batches and generation take no more than training, none more than the second; tokens are those
+    of the whole model."""
+    script = ROOT / "tests" / "gpu" / "foreign_evaluation.py"
+    command = ["-m", "megazero", "launch", "--nproc", "2", str(script)]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    line = next(line for line in done.stdout.splitlines() if "PEAKS" in line)
+    found = json.loads(line.split("PEAKS")[1])
+    training, first, later, generation = found["peaks"]
+    assert first <= training and later <= first and generation <= training
+    assert found["same"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_saves_in_the_background_are_what_plain_saves_are(
+    corpus: Path, tmp_path: Path, deterministic: None, stage: int
+) -> None:
+    """Case 41 with pinned memory and a stream of its own: the copies are done before the next update writes."""
+    changes = {"train.deterministic": True, "checkpoint.save_interval": 1, "zero.stage": stage, "train.compile": False}
+    for name, more in (("plain", {}), ("async", {"checkpoint.async_save": True})):
+        run_script(tiny(corpus, changes | more | {"checkpoint.dir": tmp_path / name}))
+    found, wanted = (
+        {f"{path.parent.name}/{path.name}": path.read_bytes() for path in (tmp_path / name).glob("step_*/rank_*")}
+        for name in ("async", "plain")
+    )
+    assert len(wanted) == 8 and found == wanted
+
+
 def test_chunks_of_the_logits_add_up() -> None:
     """Gradients, the weight's summed over chunks by the product's own kernel, are as near to float64 as torch's own."""
     generator = torch.Generator("cuda").manual_seed(0)

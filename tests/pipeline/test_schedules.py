@@ -127,7 +127,8 @@ def test_gpipe_is_all_forwards_then_all_backwards() -> None:
 
 
 def test_steady_state_groups_transfers_with_one_neighbour() -> None:
-    batches = [batch for _, batch in groups(build_schedule("1f1b", 4, 8)[2]) if batch[0].kind in COMMUNICATION]
+    found = [batch for _, batch in groups(build_schedule("1f1b", 4, 8)[2]) if batch[0].kind in COMMUNICATION]
+    batches = [tuple(action._replace(slot=None) for action in batch) for batch in found]
     next_stage = (Action(Kind.SEND_FORWARD, 3, peer=3), Action(Kind.RECV_BACKWARD, 2, peer=3))
     previous_stage = (Action(Kind.SEND_BACKWARD, 2, peer=1), Action(Kind.RECV_FORWARD, 4, peer=1))
     assert next_stage in batches and previous_stage in batches
@@ -177,8 +178,8 @@ def test_timeline_by_hand() -> None:
     assert spans[0] == [
         ("gather", 0, 0),
         ("forward", 0, 1),
-        ("send_forward", 1, 5),
-        ("recv_backward", 1, 5),
+        ("send_forward", 1, 1.5),
+        ("recv_backward", 1.5, 5),
         ("reduce", 1, 1),
         ("backward", 5, 7),
     ]
@@ -246,6 +247,16 @@ def test_checker_sees_a_deadlock() -> None:
     assert (fault.value.rank, fault.value.index) == (0, 3)
     assert "rank 0 at action 3 (recv_backward of micro-batch 0 from rank 1)" in str(fault.value)
     assert "rank 1 at action 3 (recv_forward of micro-batch 1 from rank 0)" in str(fault.value)
+
+
+def test_checker_sees_batches_that_differ() -> None:
+    """Of two ranks the first one waits for its first gradient where it has sent its second activation."""
+    schedule = build_schedule("1f1b", 2, 4)
+    ends = [[action.slot for action in actions if action.kind in COMMUNICATION] for actions in schedule]
+    assert ends[0] == ends[1] and ends[0] == sorted(ends[0])
+    merged = [[action._replace(slot=None) for action in actions] for actions in schedule]
+    with pytest.raises(ScheduleFault, match="batch 1 with rank 1, .* is not one batch there"):
+        check_schedule(merged, 4, [2, 1])
 
 
 def test_checker_sees_too_many_activations() -> None:
