@@ -1,4 +1,4 @@
-"""transformers' and accelerate's own DeepSpeed tests against megazero: what passes, what is skipped, what fails and why.
+"""transformers' and accelerate's own DeepSpeed tests against megazero: what passes, is skipped, and fails, and why.
 
     python tools/run_hf_deepspeed_tests.py DIR [PYTEST ARGS…]
 
@@ -9,6 +9,7 @@ from configs here, with random weights. On a machine without a GPU those of one 
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -23,10 +24,11 @@ MODELS = "MEGAZERO_TEST_MODELS"
 
 
 def main() -> int:
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        print(__doc__)
-        return 0 if "--help" in sys.argv else 2
-    folder = Path(sys.argv[1]).resolve()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a checkout of transformers or accelerate")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="pytest's")
+    asked = parser.parse_args()
+    folder = asked.folder.resolve()
     found = [str(folder / test) for test in TESTS if (folder / test).exists()]
     if not found:
         print(f"{folder} holds neither {' nor '.join(TESTS)}", file=sys.stderr)
@@ -45,7 +47,7 @@ def main() -> int:
             "--show-capture=no",
         ]
         command = [sys.executable, "-m", "megazero.integrations.deepspeed", "-m", "pytest", *pytest]
-        return subprocess.run([*command, *found, *sys.argv[2:]], cwd=folder, env=environment).returncode
+        return subprocess.run([*command, *found, *asked.arguments], cwd=folder, env=environment).returncode
 
 
 # From here on: the plugin, in pytest's process.
