@@ -87,6 +87,17 @@ def test_evaluated(of: dict[str, Any]) -> None:
     assert (of["optimizer"], of["masters"], of["trains"]) == ("None", 0, True)
 
 
+def test_accelerated(of: dict[str, Any]) -> None:
+    plain = of.pop("plain")
+    assert len(plain["losses"]) == 8 and len(of) == 3
+    for name, found in of.items():
+        assert found["losses"][:8] == pytest.approx(plain["losses"], **LOSS), name
+        assert found["norms"][:4] == pytest.approx(plain["norms"], **NORM), name
+        # From the state that was saved on, once more.
+        assert found["losses"][8:] == found["losses"][4:8] and found["norms"][4:] == found["norms"][2:4], name
+        assert found["weights"]
+
+
 def test_half_precision(of: dict[str, Any], results: dict[str, Any]) -> None:
     for name, losses in of.items():
         assert losses == pytest.approx(results["full"]["plain"]["loss"], abs=2e-3), name
