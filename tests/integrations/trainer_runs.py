@@ -1,4 +1,5 @@
-"""What transformers' Trainer does with megazero for deepspeed: a script for `megazero launch --as-deepspeed`, 2 ranks.
+"""What transformers' Trainer does with megazero for deepspeed: a script for `megazero launch --as-deepspeed`, 2 ranks,
+on the CPU, or on GPUs where there are some.
 
 trainer_runs.py OUT writes OUT/results.json: name of each function below with `@run` → what it returned, or the error.
 One process does all of it, as importing the libraries takes longer than any of the runs.
@@ -29,6 +30,7 @@ from megazero.foreign.consolidate import consolidate
 
 OUT = Path(next(word for word in sys.argv[1:] if not word.startswith("--")))
 RANK = int(os.environ["RANK"])
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 STAGES = (1, 2, 3)
 RUNS: dict[str, Callable[[], Any]] = {}
 
@@ -80,7 +82,7 @@ def settings(stage: int, **changes: Any) -> dict[str, Any]:
 def arguments(name: str, deepspeed: dict[str, Any] | None, **changes: Any) -> TrainingArguments:
     given = {
         "output_dir": str(OUT / name),
-        "per_device_train_batch_size": 2,
+        "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]),
         "gradient_accumulation_steps": 2,
         "max_steps": 4,
         "learning_rate": 1e-2,
@@ -91,7 +93,7 @@ def arguments(name: str, deepspeed: dict[str, Any] | None, **changes: Any) -> Tr
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": DEVICE.type == "cpu",
         "seed": 1,
         "ddp_find_unused_parameters": False,
     }
@@ -125,9 +127,9 @@ def trained(model: torch.nn.Module, args: TrainingArguments) -> dict[str, list[f
 
 def plain_loss(model: torch.nn.Module) -> float:
     """Of the held-out samples, by the library alone."""
-    tokens = Samples(8, seed=1).tokens
+    tokens = Samples(8, seed=1).tokens.to(DEVICE)
     with torch.no_grad():
-        return model.eval()(input_ids=tokens, labels=tokens).loss.item()
+        return model.to(DEVICE).eval()(input_ids=tokens, labels=tokens).loss.item()
 
 
 def together() -> None:
@@ -266,12 +268,13 @@ def evaluated() -> dict[str, Any]:
     args = arguments("evaluated", settings(3), bf16=True)
     made = trainer(pretrained(), args)
     loss = made.evaluate()["eval_loss"]
-    generated = made.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    prompt, options = torch.tensor([[1, 2, 3]], device=DEVICE), {"do_sample": False, "pad_token_id": 0}
+    generated = made.model.generate(prompt, max_new_tokens=6, **options)
     engine = made.model_wrapped
     masters = sum(block.master is not block.values for block in engine.sharded.blocks)
     together()
-    model = pretrained().to(torch.bfloat16)
-    plain = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    model = pretrained().to(DEVICE, torch.bfloat16)
+    plain = model.generate(prompt, max_new_tokens=6, **options)
     return {
         "loss": [loss, plain_loss(model)],
         "generated": [generated.tolist(), plain.tolist()],
