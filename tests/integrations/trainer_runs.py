@@ -154,7 +154,7 @@ def optimizer_of_the_config() -> dict[str, Any]:
     """The config's optimizer has no groups, so weight decay, which Trainer keeps off norms, is none here."""
     adamw = {"type": "AdamW", "params": {name: "auto" for name in ("lr", "betas", "eps", "weight_decay")}}
     results = {"plain": trained(fresh(), arguments("plain", None, weight_decay=0.0))}
-    for stage in STAGES:
+    for stage in (1, 3):
         args = arguments(f"optimizer-{stage}", settings(stage, optimizer=adamw), weight_decay=0.0)
         results[str(stage)] = trained(fresh(), args)
     return results
@@ -225,7 +225,7 @@ def from_pretrained() -> dict[str, Any]:
 @run
 def resized() -> dict[str, Any]:
     results = {}
-    for name, zero in (("plain", None), ("2", settings(2)), ("3", settings(3))):
+    for name, zero in (("plain", None), ("3", settings(3))):
         args = arguments(f"resized-{name}", zero)
         model = pretrained()
         torch.manual_seed(7)  # the new rows are drawn
@@ -250,7 +250,7 @@ def lora() -> dict[str, Any]:
     """Adapters, and a head that is trained whole; what is saved is loaded by peft alone."""
     results: dict[str, Any] = {}
     for kind, more in (("adapters", {}), ("head", {"modules_to_save": ["lm_head"]})):
-        for name, zero in (("plain", None), ("2", settings(2)), ("3", settings(3))):
+        for name, zero in (("plain", None), *((("2", settings(2)),) if kind == "adapters" else ()), ("3", settings(3))):
             args = arguments(f"{kind}-{name}", zero, save_strategy="steps", save_steps=2)
             made = trainer(adapted(**more), args)
             made.train()
@@ -287,11 +287,12 @@ def evaluated() -> dict[str, Any]:
 def looped(accelerator: Accelerator, out: Path | None, dummies: bool) -> dict[str, Any]:
     """accelerate's loop, with a state saved in the middle and gone back to: losses, norms, and the later ones again."""
     model = fresh()
-    # Against a plain optimizer, so no decay: the config's has one group.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    # Small steps and no tiny eps: Adam turns rounding of gradients near zero into whole steps.
+    options = {"lr": 2e-3, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), **options, eps=1e-6)
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     if dummies:
-        optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.0)
+        optimizer = DummyOptim(model.parameters(), **options)
         scheduler = DummyScheduler(optimizer, lr_scheduler_callable=_one_over)
     loader = torch.utils.data.DataLoader(Samples(), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -329,7 +330,7 @@ def _one_over(optimizer: torch.optim.Optimizer) -> Any:
 @run
 def accelerated() -> dict[str, Any]:
     """accelerate without Trainer: objects of one's own, or the config's optimizer and a function for the schedule."""
-    adamw = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    adamw = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}}
     results = {}
     for name, stage, dummies in (("plain", 0, False), ("own 2", 2, False), ("own 3", 3, False), ("config 3", 3, True)):
         arguments("accelerated", None)  # which starts the processes' group on the CPU
@@ -348,8 +349,7 @@ def accelerated() -> dict[str, Any]:
 def half_precision() -> dict[str, Any]:
     return {
         f"{name} {stage}": trained(fresh(), arguments(f"{name}-{stage}", settings(stage), **{name: True}))["loss"]
-        for name in ("bf16", "fp16")
-        for stage in (2, 3)
+        for name, stage in (("bf16", 3), ("fp16", 2))
     }
 
 
