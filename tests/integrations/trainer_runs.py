@@ -139,6 +139,70 @@ def together() -> None:
         dist.barrier()
 
 
+def looped(accelerator: Accelerator, out: Path | None, dummies: bool) -> dict[str, Any]:
+    """accelerate's loop, with a state saved in the middle and gone back to: losses, norms, and the later ones again."""
+    model = fresh()
+    # Small steps and no tiny eps: Adam turns rounding of gradients near zero into whole steps.
+    options = {"lr": 2e-3, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), **options, eps=1e-6)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if dummies:
+        optimizer = DummyOptim(model.parameters(), **options)
+        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=_one_over)
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    batches, losses, norms = list(loader), [], []
+
+    def steps(chosen: list[Any]) -> None:
+        for batch in chosen:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
+
+    steps(batches[:4])
+    if out is not None:
+        accelerator.save_state(str(out))
+    steps(batches[4:])
+    if out is not None:
+        accelerator.load_state(str(out))
+        steps(batches[4:])
+    state = accelerator.get_state_dict(model)
+    names = sorted(state) if state else []
+    return {"losses": losses, "norms": norms, "weights": names == sorted(LlamaForCausalLM(config()).state_dict())}
+
+
+def _one_over(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@run
+def accelerated() -> dict[str, Any]:
+    """accelerate without Trainer: objects of one's own, or the config's optimizer and a function for the schedule.
+
+    First of all: Accelerators leave traces in the next ones of a process, and Trainer's change what a plain one does.
+    """
+    adamw = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}}
+    results = {}
+    for name, stage, dummies in (("plain", 0, False), ("own 2", 2, False), ("own 3", 3, False), ("config 3", 3, True)):
+        arguments("accelerated", None)  # which starts the processes' group on the CPU
+        zero = settings(stage, **({"optimizer": adamw} if dummies else {}), gradient_accumulation_steps=2)
+        zero["gradient_clipping"] = 0.5
+        del zero["fp16"], zero["bf16"]
+        plugin = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=zero)} if stage else {}
+        accelerator = Accelerator(gradient_accumulation_steps=2, step_scheduler_with_optimizer=False, **plugin)
+        results[name] = looped(accelerator, OUT / "accelerated" if stage else None, dummies)
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        together()
+    return results
+
+
 @run
 def full() -> dict[str, Any]:
     """Training with evaluation: plain, and by stage."""
@@ -282,67 +346,6 @@ def evaluated() -> dict[str, Any]:
         "trains": all(parameter.requires_grad for parameter in made.model.parameters()),
         "masters": masters,
     }
-
-
-def looped(accelerator: Accelerator, out: Path | None, dummies: bool) -> dict[str, Any]:
-    """accelerate's loop, with a state saved in the middle and gone back to: losses, norms, and the later ones again."""
-    model = fresh()
-    # Small steps and no tiny eps: Adam turns rounding of gradients near zero into whole steps.
-    options = {"lr": 2e-3, "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(model.parameters(), **options, eps=1e-6)
-    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    if dummies:
-        optimizer = DummyOptim(model.parameters(), **options)
-        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=_one_over)
-    loader = torch.utils.data.DataLoader(Samples(), batch_size=2)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    batches, losses, norms = list(loader), [], []
-
-    def steps(chosen: list[Any]) -> None:
-        for batch in chosen:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-                optimizer.step()
-                if accelerator.sync_gradients:
-                    scheduler.step()
-                optimizer.zero_grad()
-            losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
-
-    steps(batches[:4])
-    if out is not None:
-        accelerator.save_state(str(out))
-    steps(batches[4:])
-    if out is not None:
-        accelerator.load_state(str(out))
-        steps(batches[4:])
-    state = accelerator.get_state_dict(model)
-    names = sorted(state) if state else []
-    return {"losses": losses, "norms": norms, "weights": names == sorted(LlamaForCausalLM(config()).state_dict())}
-
-
-def _one_over(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-
-@run
-def accelerated() -> dict[str, Any]:
-    """accelerate without Trainer: objects of one's own, or the config's optimizer and a function for the schedule."""
-    adamw = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}}
-    results = {}
-    for name, stage, dummies in (("plain", 0, False), ("own 2", 2, False), ("own 3", 3, False), ("config 3", 3, True)):
-        arguments("accelerated", None)  # which starts the processes' group on the CPU
-        zero = settings(stage, **({"optimizer": adamw} if dummies else {}), gradient_accumulation_steps=2)
-        zero["gradient_clipping"] = 0.5
-        del zero["fp16"], zero["bf16"]
-        plugin = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=zero)} if stage else {}
-        accelerator = Accelerator(gradient_accumulation_steps=2, step_scheduler_with_optimizer=False, **plugin)
-        results[name] = looped(accelerator, OUT / "accelerated" if stage else None, dummies)
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-        together()
-    return results
 
 
 @run
