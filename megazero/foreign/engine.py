@@ -19,6 +19,7 @@ from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
 from megazero.foreign.optimizer import ShardOptimizer
 from megazero.foreign.rank import LocalRank
+from megazero.foreign.release import release_module
 from megazero.foreign.reports import Reports, StepNumbers
 from megazero.topology import Topology
 from megazero.zero.edits import EditWatch
@@ -50,6 +51,8 @@ class ZeroEngine(WeightExport, nn.Module):
         super().__init__()
         self.module = module
         self.sharded, self.shard_optimizer, self.ds_config, self.topology = sharded, optimizer, config, topology
+        self.config: dict[str, Any] = {}
+        """The ds_config as it was given."""
         self.device = topology.device
         self.global_rank, self.world_size = topology.rank, topology.layout.world_size
         self.local_rank = LocalRank(local_rank, self.device)
@@ -66,8 +69,9 @@ class ZeroEngine(WeightExport, nn.Module):
         self._boundary: bool | None = None
         self._accumulating_only = False
         self._own_batches: Iterator[Any] | None = None
-        module.register_forward_pre_hook(Hook(self._begin_pass), prepend=True)
-        module.register_forward_hook(Hook(self._end_pass))
+        self._destroyed = False
+        sharded.hooks.append(module.register_forward_pre_hook(Hook(self._begin_pass), prepend=True))
+        sharded.hooks.append(module.register_forward_hook(Hook(self._end_pass)))
         sharded.gather()
         self._checkpoints = EngineCheckpoints(self)
 
@@ -119,6 +123,8 @@ class ZeroEngine(WeightExport, nn.Module):
         return loss
 
     def _check_backward(self, loss: torch.Tensor) -> None:
+        if self._destroyed:
+            raise MegazeroError("backward: the engine was destroyed; make another of the module with initialize")
         if self.shard_optimizer is None:
             raise MegazeroError("backward: the model has no parameter with requires_grad, so there is nothing to train")
         if not isinstance(loss, torch.Tensor):
@@ -186,6 +192,7 @@ class ZeroEngine(WeightExport, nn.Module):
         self._last_norm = norm
         self.global_steps += 1
         self.global_samples += self.ds_config.train_batch_size
+        self.optimizer.overflow = overflow  # accelerate asks it whether the step was skipped
         if overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -395,8 +402,12 @@ class ZeroEngine(WeightExport, nn.Module):
     def bfloat16_enabled(self) -> bool:
         return self.ds_config.precision.dtype == torch.bfloat16
 
-    def compile(self, **options: Any) -> None:
-        """torch.compile the forward of every unit's modules; hooks stay outside."""
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """torch.compile the forward of every unit's modules, with ``compile_kwargs`` and ``options`` as its arguments;
+        hooks stay outside."""
+        options = {"backend": backend, **(compile_kwargs or {}), **options}
         for handle in self._inside:
             handle.remove()
         done: set[nn.Module] = set()
@@ -407,10 +418,14 @@ class ZeroEngine(WeightExport, nn.Module):
                     done.add(module)
 
     def destroy(self) -> None:
-        """Wait for a checkpoint under way, write out the metrics that are left. The process group stays, for who made
-        it."""
+        """Wait for a checkpoint under way, write out the metrics that are left, and let the module go: as it was before
+        `initialize`, with the weights of now in the dtype of the engine, at stage 3 cut as zero.Init leaves them. The
+        process group stays, for who made it. Called by every rank; safe to call twice."""
         self._checkpoints.wait()
         self.reports.close()
+        if not self._destroyed:
+            self._destroyed = True
+            release_module(self.sharded)
         self.sharded.close()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero.errors import MegazeroError
 from megazero.sharding import Rectangle, ShardSpec
@@ -137,6 +138,7 @@ class ShardedModel:
             check_host_memory("offload_optimizer.device", host.memory)
             self.tier = Tier(settings.offload, device, host)  # which looks at the room on the disk
             wait_for_all()
+        self.hooks: list[RemovableHandle] = []  # of hooks.py, on modules and parameters
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []
         for unit, own in zip(units, plans, strict=True):
