@@ -90,9 +90,12 @@ class ShardOptimizer:
             raise ConfigError.single(
                 "zero_optimization.offload_optimizer",
                 f"{type(optimizer).__name__} as it is set up here goes to host memory as float32 alone; for "
-                "nvme or 16-bit state use Adam or AdamW, without amsgrad, maximize or foreach",
+                "nvme or 16-bit state use Adam or AdamW, without amsgrad, maximize, foreach or fused=False",
             )
+        self._begun: set[Part] = set()  # those whose moments on the host may be other than zero
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        optimizer.register_state_dict_post_hook(self._complete)
+        optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def settle(self) -> None:
         """Wait for what the host is updating."""
@@ -179,6 +182,9 @@ class ShardOptimizer:
         if self._host is None or not part.is_on_host:
             self.optimizer.state[part.parameter] = state
             return
+        if part in self._begun:
+            state = {name: torch.zeros(part.shape) for name in MOMENTS} | state
+        self._begun.add(part)
         kept = {name: value for name, value in state.items() if name not in MOMENTS}
         for name in MOMENTS:
             if part.block.store is None:
@@ -188,6 +194,24 @@ class ShardOptimizer:
             if name in state:
                 part.block.write_state(name, part.range.start, state[name])
         self.optimizer.state[part.parameter] = kept
+
+    def forget_state(self) -> None:
+        """As before the first step."""
+        self.settle()
+        self.optimizer.state.clear()
+
+    def _complete(self, _: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """``optimizer.state_dict()`` was called: moments that are not tensors here belong in it as well."""
+        for index, part in enumerate(self.all):
+            if index in saved["state"]:
+                saved["state"][index] = self.state_of(part)
+
+    def _loaded(self, _: torch.optim.Optimizer) -> None:
+        """``optimizer.load_state_dict`` was called, which has put new tensors in place of the host's."""
+        self.settle()
+        for part in self.all:
+            if self.optimizer.state.get(part.parameter):
+                self.set_state(part, self.optimizer.state[part.parameter])
 
     def state_of(self, part: Part) -> dict[str, Any]:
         """What the optimizer keeps for a part; moments that are not float32 tensors are read, and copies."""
