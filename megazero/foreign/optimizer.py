@@ -74,10 +74,12 @@ class ShardOptimizer:
         self.all = [part for group in parts for part in group]
         for group, own in zip(optimizer.param_groups, parts, strict=True):
             group["params"] = [part.parameter for part in own]
-        # Some make their state with themselves (Adagrad before torch 2.13): what is of the parts stays.
+        # Some make their state with themselves (Adagrad): what is of the parts stays.
         own = {part.parameter for part in self.all}
         for parameter in [parameter for parameter in optimizer.state if parameter not in own]:
             del optimizer.state[parameter]
+        if isinstance(optimizer, torch.optim.Adagrad):
+            _fill(optimizer)
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self.skips_on_device = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
@@ -225,3 +227,13 @@ class ShardOptimizer:
     def _check_caller(self, *_: Any) -> None:
         if not self._stepping:
             raise MegazeroError("optimizer.step() would change nothing here; call engine.step() instead")
+
+
+def _fill(optimizer: torch.optim.Adagrad) -> None:
+    """The state with which it begins, of parameters that it was not made with."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                total = torch.full_like(parameter, group["initial_accumulator_value"])
+                step = torch.zeros((), device=parameter.device if group.get("fused") else "cpu")
+                optimizer.state[parameter] = {"step": step, "sum": total}
