@@ -12,6 +12,7 @@ CONVERT = ["transformers>=4.51"]
 DATA = ["tokenizers", "tiktoken", "pyarrow", "zstandard"]
 TENSORBOARD = ["tensorboard"]
 PEFT = ["peft", "accelerate"]
+TRL = ["trl", "datasets"]
 
 setup(
     name="megazero",
@@ -36,12 +37,14 @@ setup(
         "data": DATA,
         "tensorboard": TENSORBOARD,
         "peft": PEFT,
+        "huggingface": [*CONVERT, *PEFT, *TRL],
         # megatron-core reads and writes our datasets, as the reference for their format.
         "test": [
             *CONVERT,
             *DATA,
             *TENSORBOARD,
             *PEFT,
+            *TRL,
             "pytest",
             "pytest-xdist",
             "hypothesis",

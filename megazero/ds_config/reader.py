@@ -40,11 +40,12 @@ def read_ds_config(
     ConfigError with every problem there is.
     """
     reading = _Reading(dict(trainer_values or {}))
-    reading.walk("", _load(source))
+    reading.walk("", load_ds_config(source))
     return _build(reading, world_size)
 
 
-def _load(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def load_ds_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as they are written, a copy. Raises ConfigError where the file cannot be read as such."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     if not isinstance(source, str | Path):

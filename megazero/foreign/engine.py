@@ -50,6 +50,8 @@ class ZeroEngine(WeightExport, nn.Module):
         super().__init__()
         self.module = module
         self.sharded, self.shard_optimizer, self.ds_config, self.topology = sharded, optimizer, config, topology
+        self.config: dict[str, Any] = {}
+        """The ds_config as it was given."""
         self.device = topology.device
         self.global_rank, self.world_size = topology.rank, topology.layout.world_size
         self.local_rank = LocalRank(local_rank, self.device)
@@ -184,6 +186,7 @@ class ZeroEngine(WeightExport, nn.Module):
         self._last_norm = norm
         self.global_steps += 1
         self.global_samples += self.ds_config.train_batch_size
+        self.optimizer.overflow = overflow  # accelerate asks it whether the step was skipped
         if overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -393,8 +396,12 @@ class ZeroEngine(WeightExport, nn.Module):
     def bfloat16_enabled(self) -> bool:
         return self.ds_config.precision.dtype == torch.bfloat16
 
-    def compile(self, **options: Any) -> None:
-        """torch.compile the forward of every unit's modules; hooks stay outside."""
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """torch.compile the forward of every unit's modules, with ``compile_kwargs`` and ``options`` as its arguments;
+        hooks stay outside."""
+        options = {"backend": backend, **(compile_kwargs or {}), **options}
         for handle in self._inside:
             handle.remove()
         done: set[nn.Module] = set()

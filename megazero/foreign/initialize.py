@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from megazero.ds_config import DsConfig, read_ds_config
+from megazero.ds_config.reader import load_ds_config
 from megazero.engine import device_of, start_process_group
 from megazero.errors import ConfigError
 from megazero.foreign.choice import choose_optimizer, choose_scheduler, group_names, parameter_groups
@@ -68,7 +69,8 @@ def initialize(
     environment = _environment()
     if topology is None:
         topology = start_topology()
-    ds = read_ds_config(_config_source(args, config, config_params), topology.layout.dp)
+    given = load_ds_config(_config_source(args, config, config_params))
+    ds = read_ds_config(given, topology.layout.dp)
     if ds.seed is not None:
         torch.manual_seed(ds.seed)
     groups = parameter_groups(model, optimizer, model_parameters)
@@ -86,6 +88,7 @@ def initialize(
         parts = parts_of(sharded, len(groups))
         shards = ShardOptimizer(sharded, chosen(parts), parts)
     engine = ZeroEngine(model, sharded, shards, ds, topology, environment.local_rank, reports, inside)
+    engine.config = given
     settle_model(sharded, engine)
     engine.lr_scheduler, more = choose_scheduler(ds, lr_scheduler, engine.optimizer)
     engine.training_dataloader = loader

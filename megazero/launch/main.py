@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megazero.errors import LaunchError
+from megazero.integrations import hook
+from megazero.launch.devices import chosen_devices
 from megazero.launch.environment import keep_gloo_on_loopback
 
 if TYPE_CHECKING:
@@ -32,6 +35,22 @@ _GRACE_SECONDS = 120
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments; whatever follows SCRIPT belongs to the script."""
     parser.add_argument("--nproc", type=int, metavar="N", help="processes to start (default: one per GPU, else 1)")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
+    parser.add_argument(
+        "--as-deepspeed",
+        action="store_true",
+        help="a script written for DeepSpeed: its imports of deepspeed mean megazero, and it gets --local_rank. SCRIPT "
+        "may be another launcher's command, as in `-- accelerate launch train.py`",
+    )
+    flags = parser.add_argument_group("as DeepSpeed's launcher has them")
+    flags.add_argument("--num_gpus", type=int, metavar="N", help="as --nproc")
+    flags.add_argument("--num_nodes", type=int, metavar="N", help="only 1")
+    flags.add_argument("-i", "--include", metavar="HOST:N,N…", help="one process on each of these GPUs")
+    flags.add_argument("-e", "--exclude", metavar="HOST:N,N…", help="one process on each of the others")
+    flags.add_argument("-H", "--hostfile", metavar="FILE", help="lines of HOST slots=N; only this machine")
+    flags.add_argument("--master_addr", metavar="ADDRESS", help="where processes meet (default: 127.0.0.1)")
+    flags.add_argument("--master_port", type=int, metavar="PORT", help="and at which port (default: any free one)")
+    flags.add_argument("--no_local_rank", action="store_true", help="do not give the script --local_rank")
     parser.add_argument("script", metavar="SCRIPT", help="the Python script to run")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
 
@@ -46,24 +65,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the job; returns 0, the first failing rank's exit code, or 128 + the signal that stopped it."""
     try:
-        if not Path(arguments.script).is_file():
+        if arguments.as_deepspeed:
+            hook.prepare(os.environ)
+            if not arguments.module and _is_command(arguments.script):
+                os.execvp(arguments.script, [arguments.script, *arguments.arguments])
+        if not arguments.module and not Path(arguments.script).is_file():
             raise LaunchError(f"there is no script {arguments.script!r}")
-        if arguments.nproc is not None and arguments.nproc < 1:
-            raise LaunchError(f"--nproc {arguments.nproc}: at least 1 process is needed")
-        nproc = arguments.nproc or _gpu_count() or 1
+        nproc = _processes(arguments)
+        command = ["-m"] if arguments.module else []
+        if arguments.as_deepspeed and not arguments.no_local_rank:
+            command.insert(0, "--local_rank")
+        meeting = arguments.master_addr or "127.0.0.1", arguments.master_port or 0
         with tempfile.TemporaryDirectory(prefix="megazero-launch-", ignore_cleanup_errors=True) as directory:
-            return _run_agent(nproc, [arguments.script, *arguments.arguments], directory)
+            return _run_agent(nproc, [*command, arguments.script, *arguments.arguments], directory, meeting)
     except LaunchError as error:
         _say(str(error))
         return 2
 
 
-def _run_agent(nproc: int, command: Sequence[str], directory: str) -> int:
-    """Start ``command`` on ``nproc`` workers and wait for their end; error files go under ``directory``."""
+def _is_command(script: str) -> bool:
+    """Whether it is another launcher, and not a Python script, that is to be run."""
+    return not script.endswith(".py") and shutil.which(script) is not None
+
+
+def _processes(arguments: argparse.Namespace) -> int:
+    if arguments.nproc is not None:
+        if arguments.nproc < 1:
+            raise LaunchError(f"--nproc {arguments.nproc}: at least 1 process is needed")
+        for flag in ("num_gpus", "include", "exclude"):
+            if getattr(arguments, flag) is not None:
+                raise LaunchError(f"--nproc and --{flag} are both given; give one")
+    gpus = _gpu_count()
+    count, shown = chosen_devices(arguments, gpus)
+    if shown is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(index) for index in range(gpus)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in shown)
+    return arguments.nproc or count or gpus or 1
+
+
+def _run_agent(nproc: int, command: Sequence[str], directory: str, meeting: tuple[str, int]) -> int:
+    """Start ``command`` on ``nproc`` workers and wait for their end; error files go under ``directory``.
+
+    ``meeting``: address and port where the workers' process group meets; port 0: any free one.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    address, port = meeting
     _silence_the_agent()
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, _core_count() // nproc))
@@ -74,11 +124,12 @@ def _run_agent(nproc: int, command: Sequence[str], directory: str) -> int:
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        # Numbers and not names: the machine's own name need not resolve. Port 0: whichever is free.
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1",
+        # With the static one the workers meet where they are told; with the other, at a port of its own choice.
+        rdzv_backend="static" if port else "c10d",
+        # Numbers and not names: the machine's own name need not resolve.
+        rdzv_endpoint=f"{address}:{port}",
+        rdzv_configs={"rank": 0} if port else {"is_host": True},
+        local_addr=address,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=directory),

@@ -1,7 +1,7 @@
 """What the launcher starts in every process: the user's script, as Python itself would run it.
 
-Run by path (``python worker.py SCRIPT ARGS…``), so that a folder called megazero in the working directory cannot
-be taken for the package.
+Run by path (``python worker.py [--local_rank] [-m] SCRIPT ARGS…``), so that a folder called megazero in the working
+directory cannot be taken for the package.
 """
 
 from __future__ import annotations
@@ -17,24 +17,35 @@ _TEARDOWN_LIMIT = 15
 
 
 def main() -> None:
-    """Run SCRIPT as ``__main__`` with its own folder first on sys.path, its errors reported once per job."""
+    """Run the script, its errors reported once per job. ``--local_rank``: it is told its rank as its first argument."""
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    import runpy
-
     from megazero.launch.errors import report_errors
 
     _end_with_the_launcher()
     faulthandler.enable()
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    command = sys.argv[1:]
+    if command[0] == "--local_rank":
+        at = 3 if command[1] == "-m" else 2
+        command = [*command[1:at], f"--local_rank={os.environ['LOCAL_RANK']}", *command[at:]]
     try:
         with report_errors():
-            runpy.run_path(script, run_name="__main__")
+            run_script(command)
     except SystemExit as ending:
         if ending.code not in (None, 0):
             faulthandler.dump_traceback_later(_TEARDOWN_LIMIT, exit=True)
         raise
+
+
+def run_script(command: list[str]) -> None:
+    """[-m MODULE | SCRIPT, ARGS…] as ``__main__``, a script with its own folder first on sys.path."""
+    import runpy
+
+    if command[0] == "-m":
+        sys.argv, sys.path[0] = command[1:], os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def _end_with_the_launcher() -> None:

@@ -24,7 +24,8 @@ class GatheredParameters:
     """``with GatheredParameters(params):`` on every rank: whole values inside, memory given back after.
 
     Args:
-        params: a parameter or several, from anything that can be iterated over; doubles count once. Those that are not
+        params: a parameter or several, from anything that can be iterated over; doubles count once, and
+            None (the bias of a module without) not at all. Those that are not
             cut over ranks, at stages 0 to 2 or outside an engine, are whole anyway.
         modifier_rank: the one data-parallel rank whose changes, in place, become everybody's, at every stage, in the
             float32 masters as well. Without it a change to what stage 3 keeps is an error on every rank.
@@ -44,7 +45,8 @@ class GatheredParameters:
     ) -> None:
         self._parameters: list[nn.Parameter] = []
         if enabled:
-            self._parameters = list(dict.fromkeys([params] if isinstance(params, torch.Tensor) else params))
+            given = [params] if isinstance(params, torch.Tensor) else params
+            self._parameters = [parameter for parameter in dict.fromkeys(given) if parameter is not None]
         self._modifier = modifier_rank
         self._open: list[_Loan] = []
         for parameter in self._parameters if fwd_module is not None else ():
@@ -61,6 +63,7 @@ class GatheredParameters:
                 of_model.setdefault(home.sharded, []).append(parameter)
             elif isinstance(home, Slice):
                 sliced.append(parameter)
+        sliced.sort(key=lambda parameter: home_of(parameter).serial)  # a set has another order on every rank
         loans: list[_Loan] = [_BlockLoan(model, own, self._modifier) for model, own in of_model.items()]
         for loan in (*loans, *([_SliceLoan(sliced, self._modifier)] if sliced else [])):
             _check_modifier(self._modifier, loan.group)

@@ -77,9 +77,19 @@ class ShardedParameter(nn.Parameter):
         if absent and all(getattr(home_of(p), "is_being_built", False) for p in absent):
             home_of(absent[0]).builder.make_whole(absent)
             return func(*args, **kwargs)
+        if func is _Tensor.detach:
+            return _shape_only(absent[0])
         if _changes_nothing(func, args, kwargs):
             return args[0] if func != _Tensor.data.__set__ else None
         raise MegazeroError(_refusal(_name(func), absent[0]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        home = home_of(self)
+        if not hasattr(home, "duplicate"):
+            raise MegazeroError(_refusal("deepcopy", self))
+        if id(self) not in memo:
+            memo[id(self)] = home.duplicate(self)
+        return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with torch._C.DisableTorchFunctionSubclass():
@@ -114,6 +124,12 @@ class Guard:
 def _without_guard(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _shape_only(parameter: nn.Parameter) -> torch.Tensor:
+    """What a state_dict holds of it, where libraries look up names and shapes: it has no values either."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor._make_subclass(ShardedParameter, parameter.detach(), False)
 
 
 def _guarded(args: tuple, kwargs: dict, kind: type) -> list[nn.Parameter]:

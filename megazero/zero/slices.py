@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +22,17 @@ class Pending:
     builder: Any
 
 
+_serials = itertools.count()
+
+
 class Slice:
     """One parameter's values, an equal part of them on every rank; the first rank's count.
 
-    ``builder``: the Init that cut it.
+    ``builder``: the Init that cut it. ``serial``: the same on every rank, as all cut in one order.
     """
 
     def __init__(self, parameter: nn.Parameter, group: Communicator, device: torch.device, builder: Any) -> None:
-        self.group, self.builder = group, builder
+        self.group, self.builder, self.serial = group, builder, next(_serials)
         self.shape, self.parameter_device = parameter.shape, parameter.device
         self.holders = 0
         self.values = self._cut(parameter.detach().to(device), from_first=True)
@@ -85,6 +90,18 @@ class Slice:
         parameter.__class__ = nn.Parameter
         parameter.data = parameter.data.to(dtype)
         self._hide(parameter)
+
+    def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Another parameter, with the same values."""
+        if self.is_being_built:
+            self.builder.make_whole([parameter])
+            return copy.deepcopy(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            other = nn.Parameter(placeholder(parameter.detach()), parameter.requires_grad)
+        place = copy.copy(self)
+        place.serial, place.holders, place.values = next(_serials), 0, self.values.clone()
+        place._hide(other)
+        return other
 
     def leave(self, parameter: nn.Parameter) -> None:
         """The parameter is a plain one again, its values still here alone."""

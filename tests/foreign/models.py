@@ -71,7 +71,7 @@ def batch(step: int, micro_step: int, rank: int, vocabulary: int = 13, shape: tu
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Of one of the models here, or of a causal language model of Hugging Face."""
-    if not hasattr(model, "config"):
+    if not hasattr(getattr(model, "module", model), "config"):  # an engine has one of its own
         return model(tokens)
     return model(input_ids=tokens, labels=tokens).loss
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import distributed as dist
@@ -256,7 +257,6 @@ def test_a_module_may_return_its_weight(ranks: Callable, stage: int) -> None:
 
 USES: dict[str, Callable[[nn.Parameter, Any], Any]] = {
     "data": lambda p, e: p.data,
-    "detach": lambda p, e: p.detach(),
     "add": lambda p, e: p + 1,
     "norm": lambda p, e: p.norm(),
     "index": lambda p, e: p[0],
@@ -279,8 +279,10 @@ USES: dict[str, Callable[[nn.Parameter, Any], Any]] = {
     "copy the module": lambda p, e: copy.deepcopy(e.module),
     "pickle": lambda p, e: pickle.dumps(p),
     "save": lambda p, e: torch.save(p, io.BytesIO()),
-    "state_dict": lambda p, e: e.module.state_dict(),
-    "engine's state_dict": lambda p, e: e.state_dict(),
+    "state_dict": lambda p, e: torch.save(e.module.state_dict(), io.BytesIO()),
+    "state_dict on the CPU": lambda p, e: {name: value.cpu() for name, value in e.module.state_dict().items()},
+    "state_dict as safetensors": lambda p, e: safetensors.torch.save(e.module.state_dict()),
+    "engine's state_dict": lambda p, e: {name: value.clone() for name, value in e.state_dict().items()},
     "load_state_dict": lambda p, e: e.module.load_state_dict(build(Odd).state_dict()),
     "half": lambda p, e: e.module.half(),
     "vector": lambda p, e: nn.utils.parameters_to_vector(e.module.layers[0].up.parameters()),

@@ -1,0 +1,1 @@
+"""megazero inside other people's scripts: those written for DeepSpeed, and transformers' Trainer."""

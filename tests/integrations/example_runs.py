@@ -1,0 +1,64 @@
+"""The examples as they stand, one after another in one process: example_runs.py OUT [--native] NAME…
+
+With --native there is one import more, before theirs; without, somebody else has to answer to deepspeed. OUT/NAME is an
+example's output, and OUT/NAME/logits.pt what the model in training gives for some tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "huggingface"
+SHORT = "--per_device_train_batch_size=2 --max_steps=4 --logging_steps=1 --disable_tqdm=true --learning_rate=1e-3"
+NAMES = {
+    "full": ("train_sft", "ds_config_zero2.json", "--samples=64 --eval_steps=2"),
+    "lora": ("train_sft", "ds_config_zero2.json", "--samples=64 --eval_steps=2 --lora"),
+    "cut": ("train_sft", "ds_config_zero3.json", "--samples=64 --eval_steps=2"),
+    "trl": ("train_trl", "ds_config_zero3.json", ""),
+}
+
+
+def settings_of_ours(out: str) -> None:
+    """Trainer and TrainingArguments by their own names, with a setting of their own."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from megazero.integrations.transformers import Trainer, TrainingArguments
+
+    config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+    args = TrainingArguments(output_dir=f"{out}/ours", zero=config, use_cpu=True, max_steps=1, report_to="none")
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=8, vocab_size=8))
+    samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    trainer = Trainer(model=model, args=args, train_dataset=samples)
+    assert trainer.engine is None
+    trainer.train()
+    assert trainer.engine.zero_optimization_stage() == 2 and trainer.engine.module is model
+
+
+def main() -> None:
+    out, *words = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
+    if "--native" in words:
+        sys.path.append(str(ROOT))
+        importlib.import_module("megazero.integrations.transformers")
+        words.remove("--native")
+        settings_of_ours(out)
+    sys.path.insert(0, str(EXAMPLES))
+    for name in words:
+        script, config, more = NAMES[name]
+        sys.argv = [script, f"--output_dir={out}/{name}", "--deepspeed", str(EXAMPLES / config)]
+        sys.argv += [*SHORT.split(), *more.split()]
+        trainer = importlib.import_module(script).main()
+
+        import torch
+
+        with torch.no_grad():
+            logits = trainer.deepspeed.eval()(input_ids=torch.arange(24).view(2, 12)).logits
+        if os.environ.get("RANK", "0") == "0":
+            torch.save(logits, f"{out}/{name}/logits.pt")
+
+
+main()
