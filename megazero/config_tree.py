@@ -258,7 +258,10 @@ class TrainSection(Section):
         description="minutes, or [DAYS-]HH:MM:SS, after which the run saves and stops; 0: none",
     )
     timeout: float = Field(
-        600.0, gt=0, allow_inf_nan=False, description="seconds that a collective may wait for a missing process"
+        600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a collective may wait for a missing process; then a report, and the run ends",
     )
 
     @field_validator("time_limit", mode="before")
@@ -296,4 +299,27 @@ class LogSection(Section):
     wandb: str | None = Field(None, description="Weights & Biases project; unset: none")
     timeline: str | None = Field(
         None, description="directory for the times of every action of logged steps, by pipeline rank; unset: none"
+    )
+
+
+class WatchSection(Section):
+    """How a run of several processes notices what goes wrong beside the model: hangs, lost and slow processes."""
+
+    step_timeout: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds that a step may take before the run ends with a report; 0: any, as long as it gets on",
+    )
+    peer_timeout: float = Field(
+        60.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds without a sign of life after which a process is lost and the run ends; 0: never",
+    )
+    straggler_factor: float = Field(
+        1.3,
+        ge=0,
+        allow_inf_nan=False,
+        description="a process that computes for this many times its stage's median is named in the log; 0: none",
     )

@@ -25,8 +25,12 @@ from megazero.pipeline.executor import Executor
 from megazero.pipeline.p2p import Transfers, neighbour_groups
 from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
 from megazero.planner.memory import plan
+from megazero.resilience.collectives import record_collectives
+from megazero.resilience.position import READING, Position
+from megazero.resilience.signals import LateFlags, StopRequest
+from megazero.resilience.stragglers import Stragglers
+from megazero.resilience.watchdog import BACKSTOP, Watchdog
 from megazero.restore import resolve_model
-from megazero.signals import LateFlags, StopRequest
 from megazero.stage import MicroBatch
 from megazero.telemetry.sinks import check_sinks
 from megazero.telemetry.telemetry import Telemetry
@@ -76,10 +80,11 @@ class Engine:
         self._started = time.monotonic()
         self.device = device_of(environment)
         _set_numerics(config)
-        self._owns_group = start_process_group(environment, self.device, config.train.timeout)
+        timeout = config.train.timeout + BACKSTOP
+        self._owns_group = start_process_group(environment, self.device, timeout)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
-        ring, timeout = config.parallel.virtual_pp > 1, config.train.timeout
+        ring = config.parallel.virtual_pp > 1
         pairs = neighbour_groups(layout, environment.rank, ring, timeout)  # first: see its note
         precision = config.train.precision
         if precision == "auto":
@@ -92,9 +97,12 @@ class Engine:
         torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
         self._restored = restore.load_start(start, self)
         self._schedules()
-        self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs))
+        self._position = Position(self.device)
+        self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs), note=self._position.at)
         timeline, place = config.log.timeline, self.topology.coordinates
         self._recorder = StepRecorder(self._executor, timeline, place, self.device, self.step)
+        self._watchdog: Watchdog | None = None
+        self._stragglers = Stragglers(self.topology, config.watch.straggler_factor)
         self._stop = StopRequest()
         self._stop_flags = LateFlags(self.device)
         self._logged_step = self.step
@@ -115,14 +123,24 @@ class Engine:
 
     def __enter__(self) -> Engine:
         self._stop.install()
+        if self.topology.layout.world_size > 1:
+            watch, peers = self.config.watch, self.topology.layout.along(self.topology.rank, "pp")
+            self._watchdog = Watchdog(
+                self._position, peers, self.config.train.timeout, watch.step_timeout, watch.peer_timeout
+            )
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._position.at("ending", limited=False)
         try:
             # After an error of training a save that is under way ends by itself, before the process does.
             if error is None:
                 self._saves.wait()
         finally:
+            if self._watchdog is not None:
+                self._watchdog.stop(error)
+            if error is not None and self._stop.reason is not None:
+                error.told_to_end = True  # see megazero.launch.errors
             self._stop.uninstall()
             self.telemetry.close()
             gc.unfreeze()
@@ -160,13 +178,17 @@ class Engine:
         """Whether another step is to be taken; asked by every rank between steps."""
         if self.step >= self.config.train.steps:
             return False
-        if self._stop_flags.up():
+        self._position.at("waiting for the step before the last")
+        stopped = self._stop_flags.up()
+        self._position.idle()
+        if stopped:
             self.telemetry.message(f"stopping after step {self.step}: {self._stop.reason or 'another rank asked to'}")
             return False
         return True
 
     def train_batch(self, source: BatchSource) -> Metrics:
         """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
+        self._position.at(READING, self.step + 1)
         micro_batches = self._read(source, self.consumed_samples)
         lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
         is_logged = self._is_due(self.config.log.interval, self.step + 1)
@@ -178,6 +200,7 @@ class Engine:
         self._saves.report()
         if is_logged:
             self._log(sums, lr, source)
+        self._position.idle()
         return Metrics(self.step, sums.loss, sums.grad_norm, lr)
 
     def _read(self, source: BatchSource, first: int) -> list[MicroBatch]:
@@ -193,6 +216,7 @@ class Engine:
         if self._saves.failed:
             # Stopping is what all ranks agree on; the error is then raised on all of them at once, where they wait.
             self._stop.reason, stop = f"the checkpoint of step {self._saves.step} could not be saved", True
+        self._position.at("the reduction and the update")
         self._saves.before_update()
         return self.optimizer.run(self.step + 1, lr, loss, self._tokens(micro_batches), normalizer, stop)
 
@@ -219,7 +243,9 @@ class Engine:
         return sum(float(micro_batch["weights"].sum(dtype=torch.float64)) for micro_batch in micro_batches)
 
     def _log(self, sums: StepSums, lr: float, source: BatchSource) -> None:
+        self._position.at("logging")
         self._raise_if_diverged(source)
+        self._name_stragglers()
         train = self.config.train
         tokens = (self.step - self._logged_step) * train.global_batch_size * self.config.data.seq_length
         self._logged_step = self.step
@@ -227,6 +253,15 @@ class Engine:
         self.telemetry.log_step(
             self.step, float(sums.loss), float(sums.grad_norm), lr, self.consumed_samples, tokens, extra
         )
+
+    def _name_stragglers(self) -> None:
+        if self._watchdog is None or not self.config.watch.straggler_factor:
+            return
+        for rank, seconds, median in self._stragglers.gather(self._position.busy()):
+            self.telemetry.message(
+                f"slow: rank {rank} on {self._watchdog.host_of(rank)} computes {seconds:.3g} s per step, where "
+                f"{median:.3g} s is the median of its stage"
+            )
 
     def _raise_if_diverged(self, source: BatchSource) -> None:
         """Where the flag of a gradient that was not finite is up: find out where, and stop. Waits for the device."""
@@ -258,6 +293,7 @@ class Engine:
 
     def evaluate(self, source: BatchSource) -> float:
         """Mean loss over the unmasked tokens of the first ``train.eval_steps`` global batches of ``source``."""
+        self._position.at("evaluation")
         with self.telemetry.paused():
             sums = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in range(self.config.train.eval_steps):
@@ -266,6 +302,7 @@ class Engine:
             if self.topology.world.size > 1:
                 self.topology.world.all_reduce([sums]).wait()
             loss = float(sums[0] / sums[1].clamp(min=1))
+        self._position.idle()
         self.telemetry.log_eval(self.step, loss)
         return loss
 
@@ -277,9 +314,11 @@ class Engine:
         """
         if not self._saves.due:
             return
+        self._position.at("saving a checkpoint")
         self._raise_if_diverged(source)
         with self.telemetry.paused():
             self._saves.save()
+        self._position.idle()
 
 
 def device_of(environment: ProcessEnvironment) -> torch.device:
@@ -311,6 +350,7 @@ def start_process_group(environment: ProcessEnvironment, device: torch.device, t
     """
     if environment.world_size == 1 or dist.is_initialized():
         return False
+    record_collectives()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=environment.rank,
