@@ -295,6 +295,9 @@ class LogSection(Section):
 
     interval: int = Field(10, ge=0, description="steps between logged lines; 0: none")
     jsonl: str | None = Field(None, description="path of a JSON-lines file of metrics; unset: none")
+    events: str | None = Field(
+        None, description="path of a JSON-lines file of starts, saves, skipped updates, slow processes; unset: none"
+    )
     tensorboard: str | None = Field(None, description="directory of TensorBoard events; unset: none")
     wandb: str | None = Field(None, description="Weights & Biases project; unset: none")
     timeline: str | None = Field(

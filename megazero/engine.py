@@ -114,7 +114,11 @@ class Engine:
             planned = plan(config, environment.world_size, gpu=self.device.type == "cuda")
             self.telemetry.message(planned.describe())
         for message in self._restored.messages:
-            self.telemetry.message(message)
+            self.telemetry.event("start", self.step, message)
+        if config.log.events:
+            starts, size = int(os.environ.get("MEGAZERO_RESTARTS", "0")), environment.world_size
+            text = f"{size} processes begin after step {self.step}" + (f" (restart {starts})" if starts else "")
+            self.telemetry.event("start", self.step, text, world_size=size, restarts=starts)
         if self.step >= config.train.steps:
             self.telemetry.message(f"all of train.steps = {config.train.steps} are done; raise it to go on")
         # What lives as long as the run is never looked at again by the garbage collector.
@@ -142,6 +146,9 @@ class Engine:
             if error is not None and self._stop.reason is not None:
                 error.told_to_end = True  # see megazero.launch.errors
             self._stop.uninstall()
+            if error is not None and self.config.log.events:
+                summary = str(error).partition("\n")[0]
+                self.telemetry.event("error", self.step, f"{kind.__name__ if kind else ''}: {summary}")
             self.telemetry.close()
             gc.unfreeze()
         # After an error other ranks may be inside a collective: leave it to the process's end.
@@ -182,7 +189,8 @@ class Engine:
         stopped = self._stop_flags.up()
         self._position.idle()
         if stopped:
-            self.telemetry.message(f"stopping after step {self.step}: {self._stop.reason or 'another rank asked to'}")
+            reason = self._stop.reason or "another rank asked to"
+            self.telemetry.event("stop", self.step, f"stopping after step {self.step}: {reason}", reason=reason)
             return False
         return True
 
@@ -258,10 +266,12 @@ class Engine:
         if self._watchdog is None or not self.config.watch.straggler_factor:
             return
         for rank, seconds, median in self._stragglers.gather(self._position.busy()):
-            self.telemetry.message(
-                f"slow: rank {rank} on {self._watchdog.host_of(rank)} computes {seconds:.3g} s per step, where "
-                f"{median:.3g} s is the median of its stage"
+            host = self._watchdog.host_of(rank)
+            text = (
+                f"slow: rank {rank} on {host} computes {seconds:.3g} s per step, where {median:.3g} s is the median of "
+                f"its stage"
             )
+            self.telemetry.event("slow", self.step, text, rank=rank, host=host, seconds=seconds, median=median)
 
     def _raise_if_diverged(self, source: BatchSource) -> None:
         """Where the flag of a gradient that was not finite is up: find out where, and stop. Waits for the device."""

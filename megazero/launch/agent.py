@@ -70,6 +70,8 @@ def run_part(part: Part, command: Sequence[str], directory: str) -> Verdict:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=specs,
+        # The last is Slurm's warning before a time limit.
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         log_line_prefix_template="[rank ${rank}] ",
     )
     worker = str(Path(__file__).with_name("worker.py"))

@@ -26,7 +26,7 @@ from megazero.launch.hosts import Host
 from megazero.launch.node import VERDICT
 from megazero.launch.verdict import Cause, Verdict, of_machines
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """That end a job; its workers may save first."""
 _GRACE = 150.0
 """Seconds the machines have to end, once they are told to: their workers may save."""

@@ -1,7 +1,7 @@
 """A tiny run of several ranks in which something goes wrong: job.py FAULT RANK STEP --section.field VALUE …
 
-FAULT happens on RANK after step STEP: never (a batch that never comes), stop (SIGSTOP), kill (SIGKILL), raise, slow
-(from then on, each read takes a while).
+FAULT happens on RANK after step STEP, in the first start only: never (a batch that never comes), stop (SIGSTOP), kill
+(SIGKILL), raise, slow (from then on, each read takes a while).
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ def main() -> None:
     environment = process_environment()
     config = load_config(sys.argv[4:], world_size=environment.world_size)
     source, _ = build_sources(config.data, vocab_size=config.model.vocab_size)
-    if environment.rank == rank:
+    if environment.rank == rank and os.environ.get("MEGAZERO_RESTARTS", "0") == "0":
         source = FaultySource(source, fault, step)
     with Engine(config, environment) as engine:
         while engine.running():
             engine.train_batch(source)
+            if engine.due(config.checkpoint.save_interval):
+                engine.save(source)
 
 
 if __name__ == "__main__":
