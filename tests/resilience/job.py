@@ -1,7 +1,7 @@
 """A tiny run of several ranks in which something goes wrong: job.py FAULT RANK STEP --section.field VALUE …
 
 FAULT happens on RANK after step STEP, in the first start only: never (a batch that never comes), stop (SIGSTOP), kill
-(SIGKILL), raise, slow (from then on, each read takes a while).
+(SIGKILL), raise, slow (from then on, each read takes a while). With pace every read takes a while, in every start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FaultySource:
         return self.source.read(*where)
 
     def happen(self) -> None:
-        if self.fault == "slow":
+        if self.fault in ("slow", "pace"):
             time.sleep(0.1)
         elif self.fault == "never":
             time.sleep(1000)
@@ -51,7 +51,7 @@ def main() -> None:
     environment = process_environment()
     config = load_config(sys.argv[4:], world_size=environment.world_size)
     source, _ = build_sources(config.data, vocab_size=config.model.vocab_size)
-    if environment.rank == rank and os.environ.get("MEGAZERO_RESTARTS", "0") == "0":
+    if fault == "pace" or environment.rank == rank and os.environ.get("MEGAZERO_RESTARTS", "0") == "0":
         source = FaultySource(source, fault, step)
     with Engine(config, environment) as engine:
         while engine.running():
