@@ -165,6 +165,7 @@ def main() -> int:
     draw = random.Random(arguments.seed)
     corpus = write_corpus(Path(tempfile.mkdtemp(prefix="megazero-corpus-")))
     failed = False
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the machines are taken down
     with Machines(2) as machines:
         directory = Path(tempfile.mkdtemp(prefix="megazero-undisturbed-"))
         if start(machines, corpus, directory).wait(LIMIT):
