@@ -306,7 +306,7 @@ class LogSection(Section):
 
 
 class WatchSection(Section):
-    """How a run of several processes notices what goes wrong beside the model: hangs, lost and slow processes."""
+    """How a run notices what goes wrong: hangs, lost and slow processes, steps that are not to be trusted."""
 
     step_timeout: float = Field(
         0.0,
@@ -319,6 +319,16 @@ class WatchSection(Section):
         ge=0,
         allow_inf_nan=False,
         description="seconds without a sign of life after which a process is lost and the run ends; 0: never",
+    )
+    bad_step: Literal["stop", "skip"] = Field(
+        "stop",
+        description="what a spike, or a gradient that is not finite, does: the run stops, or the update is left out",
+    )
+    loss_spike: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="standard deviations above its late mean at which a step's loss is a spike; 0: none is",
     )
     straggler_factor: float = Field(
         1.3,

@@ -16,7 +16,7 @@ from megazero import restore
 from megazero.build import DTYPES, attention_backends, build_stage
 from megazero.config import Config
 from megazero.diagnose import FiniteWatch, raise_divergence
-from megazero.errors import LaunchError
+from megazero.errors import DivergenceError, LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.optim.schedule import learning_rate
 from megazero.optim.step import OptimizerStep, StepSums
@@ -25,6 +25,7 @@ from megazero.pipeline.executor import Executor
 from megazero.pipeline.p2p import Transfers, neighbour_groups
 from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
 from megazero.planner.memory import plan
+from megazero.resilience.bad_steps import BadSteps
 from megazero.resilience.collectives import record_collectives
 from megazero.resilience.position import READING, Position
 from megazero.resilience.signals import LateFlags, StopRequest
@@ -90,8 +91,12 @@ class Engine:
         if precision == "auto":
             precision = "bf16" if self.device.type == "cuda" else "fp32"
         self.stage = build_stage(config, self.model_config, self.topology, DTYPES[precision])
+        watch, bad_steps = config.watch, None
+        if watch.bad_step == "skip" or watch.loss_spike:
+            bad_steps = BadSteps(watch.bad_step == "skip", watch.loss_spike, self.device)
+        fp16 = precision == "fp16"
         self.optimizer = OptimizerStep(
-            self.stage.sharded, self.topology, config.optimizer, config.train, fp16=precision == "fp16"
+            self.stage.sharded, self.topology, config.optimizer, config.train, fp16, bad_steps
         )
         self.step = self.consumed_samples = 0
         torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
@@ -254,6 +259,7 @@ class Engine:
         self._position.at("logging")
         self._raise_if_diverged(source)
         self._name_stragglers()
+        self._report_skipped()
         train = self.config.train
         tokens = (self.step - self._logged_step) * train.global_batch_size * self.config.data.seq_length
         self._logged_step = self.step
@@ -261,6 +267,16 @@ class Engine:
         self.telemetry.log_step(
             self.step, float(sums.loss), float(sums.grad_norm), lr, self.consumed_samples, tokens, extra
         )
+
+    def _report_skipped(self) -> None:
+        if self.optimizer.bad_steps is None:
+            return
+        count, last = self.optimizer.bad_steps.skipped()
+        if count:
+            size = self.config.train.global_batch_size
+            first = self.consumed_samples - (self.step - last + 1) * size
+            text = f"{count} updates left out (watch.bad_step): the last is step {last}, samples {first} to "
+            self.telemetry.event("skip", self.step, f"{text}{first + size - 1}", count=count, last=last, sample=first)
 
     def _name_stragglers(self) -> None:
         if self._watchdog is None or not self.config.watch.straggler_factor:
@@ -280,6 +296,11 @@ class Engine:
             return
         size = self.config.train.global_batch_size
         first = self.consumed_samples - (self.step - bad_step + 1) * size
+        if self.optimizer.bad_steps is not None and (spike := self.optimizer.bad_steps.spike()):
+            raise DivergenceError(
+                f"step {bad_step}: {spike} (watch.loss_spike). Weights are those before this step; nothing was saved "
+                f"after it. It read samples {first} to {first + size - 1}"
+            )
         watch = FiniteWatch(self.stage.model)
         with watch.watching():
             self._run(self._train_actions, self._read(source, first))

@@ -236,6 +236,8 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     if optimizer.fp16 and meta["loss_scale"] is not None:
         optimizer.loss_scale.fill_(meta["loss_scale"])
         optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
+    if optimizer.bad_steps is not None and meta.get("bad_steps") is not None:
+        optimizer.bad_steps.load(meta["bad_steps"])
     if same:
         set_rng_state(checkpoint.rank_state(engine.topology.rank), engine.device)
     directory = engine.config.checkpoint.dir
@@ -342,6 +344,7 @@ def _meta(engine: Engine) -> dict[str, Any]:
         "optimizer_steps": int(optimizer.adam.count),
         "loss_scale": float(optimizer.loss_scale) if optimizer.fp16 else None,
         "loss_scale_good_steps": int(optimizer.good_steps) if optimizer.fp16 else None,
+        "bad_steps": optimizer.bad_steps.state() if optimizer.bad_steps is not None else None,
         "run_id": engine.telemetry.run_id,
     }
 
