@@ -330,6 +330,9 @@ class WatchSection(Section):
         allow_inf_nan=False,
         description="standard deviations above its late mean at which a step's loss is a spike; 0: none is",
     )
+    replica_interval: int = Field(
+        0, ge=0, description="steps between comparisons of the weights that several processes hold; 0: none"
+    )
     straggler_factor: float = Field(
         1.3,
         ge=0,

@@ -28,6 +28,7 @@ from megazero.planner.memory import plan
 from megazero.resilience.bad_steps import BadSteps
 from megazero.resilience.collectives import record_collectives
 from megazero.resilience.position import READING, Position
+from megazero.resilience.replicas import Replicas
 from megazero.resilience.signals import LateFlags, StopRequest
 from megazero.resilience.stragglers import Stragglers
 from megazero.resilience.watchdog import BACKSTOP, Watchdog
@@ -108,6 +109,8 @@ class Engine:
         self._recorder = StepRecorder(self._executor, timeline, place, self.device, self.step)
         self._watchdog: Watchdog | None = None
         self._stragglers = Stragglers(self.topology, config.watch.straggler_factor)
+        many, interval = layout.world_size > 1, config.watch.replica_interval
+        self._replicas = Replicas(self.stage.sharded, self.topology) if many and interval else None
         self._stop = StopRequest()
         self._stop_flags = LateFlags(self.device)
         self._logged_step = self.step
@@ -213,6 +216,8 @@ class Engine:
         self._saves.report()
         if is_logged:
             self._log(sums, lr, source)
+        if self._replicas is not None and self.due(self.config.watch.replica_interval):
+            self._compare_replicas()
         self._position.idle()
         return Metrics(self.step, sums.loss, sums.grad_norm, lr)
 
@@ -277,6 +282,15 @@ class Engine:
             first = self.consumed_samples - (self.step - last + 1) * size
             text = f"{count} updates left out (watch.bad_step): the last is step {last}, samples {first} to "
             self.telemetry.event("skip", self.step, f"{text}{first + size - 1}", count=count, last=last, sample=first)
+
+    def _compare_replicas(self) -> None:
+        self._position.at("the comparison of replicas")
+        assert self._replicas is not None
+        if difference := self._replicas.difference():
+            raise DivergenceError(
+                f"step {self.step}: {difference}. They should hold the same bits: test the memory of these machines, "
+                f"and go on from a checkpoint of a step before the last comparison (watch.replica_interval)"
+            )
 
     def _name_stragglers(self) -> None:
         if self._watchdog is None or not self.config.watch.straggler_factor:
