@@ -28,6 +28,7 @@ from megazero.planner.memory import plan
 from megazero.resilience.bad_steps import BadSteps
 from megazero.resilience.collectives import record_collectives
 from megazero.resilience.position import READING, Position
+from megazero.resilience.preflight import preflight
 from megazero.resilience.replicas import Replicas
 from megazero.resilience.signals import LateFlags, StopRequest
 from megazero.resilience.stragglers import Stragglers
@@ -86,6 +87,7 @@ class Engine:
         self._owns_group = start_process_group(environment, self.device, timeout)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
+        notes = preflight(config, self.topology)
         ring = config.parallel.virtual_pp > 1
         pairs = neighbour_groups(layout, environment.rank, ring, timeout)  # first: see its note
         precision = config.train.precision
@@ -121,6 +123,8 @@ class Engine:
         if environment.rank == 0:
             planned = plan(config, environment.world_size, gpu=self.device.type == "cuda")
             self.telemetry.message(planned.describe())
+        for note in notes:
+            self.telemetry.message(note)
         for message in self._restored.messages:
             self.telemetry.event("start", self.step, message)
         if config.log.events:
