@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -77,10 +76,8 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
         topology.group("tp"),
     )
     decoder, specs = describe_stage(config, model, topology.coordinates, tp)
-    for layer in decoder.layers.values():
-        apply_recompute(layer, config.train.recompute, keeps_rng=model.attention_dropout_rate > 0)
-    if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
-        apply_compile(decoder)
+    compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
+    wrap_layers(decoder, config.train.recompute, compiles, tp.size, keeps_rng=model.attention_dropout_rate > 0)
     leave_meta(decoder, dtype, device)
     zero, chunks = config.zero, rank_layers(config, model, topology.coordinates["pp"])
     sharded = ShardedModel(
@@ -132,14 +129,34 @@ def _keep(context, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(layer: nn.Module, recompute: str, keeps_rng: bool) -> None:
-    """Let a layer's backward compute its activations again: all of them (``full``), or all that are cheap."""
+COMPILER_RECOMPUTES_FUNCTIONS = torch.__version__ >= "2.13"
+"""Whether a compiled checkpoint lets go of what an autograd.Function in it saves."""
+
+
+def wrap_layers(decoder: GPT, recompute: str, compiles: bool, tp_size: int, keeps_rng: bool) -> None:
+    """Recompute within what is compiled, so that the compiler leaves out what backward does not need.
+
+    torch 2.11 would keep what the autograd.Functions of tensor parallelism save, which is nearly everything: there,
+    full recompute goes around the compiled layer.
+    """
+    around = compiles and recompute == "full" and tp_size > 1 and not COMPILER_RECOMPUTES_FUNCTIONS
+    if not around:
+        apply_recompute(decoder, recompute, keeps_rng)
+    if compiles:
+        apply_compile(decoder)
+    if around:
+        apply_recompute(decoder, recompute, keeps_rng)
+
+
+def apply_recompute(decoder: GPT, recompute: str, keeps_rng: bool) -> None:
+    """Let each layer's backward compute its activations again: all of them (``full``), or all that are cheap."""
     if recompute == "none":
         return
     options = {"use_reentrant": False, "preserve_rng_state": keeps_rng}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
-    layer.forward = functools.partial(checkpoint, layer.forward, **options)
+    for layer in decoder.layers.values():
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
 def apply_compile(decoder: GPT) -> None:

@@ -34,6 +34,8 @@ from megazero.telemetry.commit import running_commit
 from megazero.telemetry.kernels import DeviceTime, profile_steps
 from megazero.telemetry.peaks import device_peak_flops
 
+HOST_STEPS = 3
+
 
 class RandomTokens:
     """Batches of uniformly random tokens. Zeros would not do: a GPU multiplies them with less power, hence faster."""
@@ -73,6 +75,18 @@ def measure(engine: Engine, source: RandomTokens, warmup: int, steps: int) -> tu
     return (time.perf_counter() - begin) / steps, [float(loss) for loss in losses]
 
 
+def host_time(engine: Engine, source: RandomTokens, steps: int) -> float:
+    """Seconds that the host takes to issue a step to a device that has nothing to do: what a step cannot be shorter
+    than, however fast the device. More than some thousand kernels behind, a CUDA device keeps the host waiting."""
+    times = []
+    for _ in range(steps):
+        _synchronise(engine)
+        begin = time.perf_counter()
+        engine.train_batch(source)
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[steps // 2]
+
+
 def _synchronise(engine: Engine) -> None:
     """Wait for the devices of all ranks."""
     if dist.is_initialized():
@@ -91,7 +105,9 @@ def peak_memory(engine: Engine) -> int | None:
     return int(peak)
 
 
-def report(engine: Engine, seconds: float, losses: list[float], peak: int | None, command: str) -> dict[str, Any]:
+def report(
+    engine: Engine, seconds: float, host: float, losses: list[float], peak: int | None, command: str
+) -> dict[str, Any]:
     """Everything a figure needs beside it: what was run, from which commit, on what."""
     config, layout, device = engine.config, engine.topology.layout, engine.device
     train, seq_length = config.train, config.data.seq_length
@@ -111,6 +127,7 @@ def report(engine: Engine, seconds: float, losses: list[float], peak: int | None
         "seq_length": seq_length,
         "precision": precision,
         "seconds_per_step": seconds,
+        "host_seconds_per_step": host,
         "tokens_per_second_per_gpu": tokens,
         "model_tflops_per_gpu": flops / 1e12,
         "mfu": flops / chip_peak if chip_peak else None,
@@ -167,7 +184,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--profile", type=int, default=0, help="steps profiled after those, on a GPU (default: 0)")
     own, settings = parser.parse_known_args(argv)
     environment = process_environment()
-    steps = own.warmup + own.measure + own.profile
+    steps = own.warmup + own.measure + HOST_STEPS + own.profile
     # Neither logging nor saving: both would wait for the device.
     settings += ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]
     config = load_config(settings, world_size=environment.world_size, needs_data=False)
@@ -175,9 +192,10 @@ def main(argv: Sequence[str]) -> None:
     with Engine(config, environment) as engine:
         seconds, losses = measure(engine, source, own.warmup, own.measure)
         peak = peak_memory(engine)
+        host = host_time(engine, source, HOST_STEPS)
         times = profile(engine, source, own.profile) if own.profile else []
         if environment.rank == 0:
-            found = report(engine, seconds, losses, peak, shlex.join(["tools/benchmark.py", *argv]))
+            found = report(engine, seconds, host, losses, peak, shlex.join(["tools/benchmark.py", *argv]))
             print(json.dumps({**found, "device_time": [spent._asdict() for spent in times]}))
             print(table_row(config, found))
             print("\n".join(profile_lines(times)))

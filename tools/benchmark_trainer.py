@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from torch import nn
 
 from megazero.telemetry.commit import running_commit
 from megazero.telemetry.peaks import device_peak_flops
@@ -64,7 +64,7 @@ class Samples(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Clock(TrainerCallback):
+class Clock:
     """Seconds from the end of the last step of warm-up to the end of the last one."""
 
     def __init__(self, warmup: int) -> None:
@@ -84,8 +84,13 @@ class Clock(TrainerCallback):
         return time.perf_counter()
 
 
-def train(asked: argparse.Namespace, model: LlamaForCausalLM, clock: Clock, folder: str) -> None:
+def train(asked: argparse.Namespace, model: nn.Module, clock: Clock, folder: str) -> None:
     """By Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Watch(TrainerCallback):
+        on_step_end, on_train_end = clock.on_step_end, clock.on_train_end
+
     steps, world = asked.warmup + asked.measure, int(os.environ.get("WORLD_SIZE", "1"))
     more: dict[str, Any] = {"fsdp": True}
     if asked.how == "megazero":
@@ -109,10 +114,10 @@ def train(asked: argparse.Namespace, model: LlamaForCausalLM, clock: Clock, fold
         **more,
     )
     data = Samples(asked, steps * asked.batch * world)
-    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock]).train()
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Watch()]).train()
 
 
-def loop(asked: argparse.Namespace, model: LlamaForCausalLM, clock: Clock, device: torch.device) -> None:
+def loop(asked: argparse.Namespace, model: nn.Module, clock: Clock, device: torch.device) -> None:
     """By hand."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -139,6 +144,8 @@ def loop(asked: argparse.Namespace, model: LlamaForCausalLM, clock: Clock, devic
 
 
 def main() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     asked = parse()
     config = LlamaConfig(
         vocab_size=asked.vocab,

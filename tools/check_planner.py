@@ -4,8 +4,9 @@
 
 The grid is that of SHAPES, LAYOUTS, STAGES, RECOMPUTE and MICRO_BATCHES below, four micro-batches a step; the layouts
 of more GPUs than there are here are left out. CALIBRATION runs first, and the chip's efficiencies are fitted to that
-one run; the table shows the step's time planned before and after. A run that fails is a row of the table. Other
-settings are those of pretrain/gpt.py. Exit code 1 where a plan is further off than --memory or --time allows.
+one run; the table shows the step's time planned before and after, and what the host takes to issue it. A run that fails
+is a row of the table. Other settings are those of pretrain/gpt.py. Exit code 1 where a plan is further off than
+--memory or --time allows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ STAGES = (0, 1, 2, 3)
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 ACCUMULATED = 4
-HEADINGS = ("setting", "ms a step", "planned", "", "calibrated", "", "peak GB", "planned", "")
+HEADINGS = ("setting", "ms a step", "of the host", "planned", "", "calibrated", "", "peak GB", "planned", "")
 
 
 class Setting(NamedTuple):
@@ -134,6 +135,7 @@ def row(result: Result, chip: Chip, better: Chip) -> str:
     cells = (
         f"{result.setting.preset} {result.setting.run}",
         "failed" if result.report is None else f"{1e3 * result.seconds:.1f}",
+        "" if result.report is None else f"{1e3 * result.report['host_seconds_per_step']:.1f}",
         *(times[0], shown[0], times[1], shown[1]),
         "" if result.peak is None else f"{result.peak / 1e9:.2f}",
         *(f"{peak / 1e9:.2f}", shown[2]),

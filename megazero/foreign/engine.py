@@ -19,6 +19,7 @@ from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
 from megazero.foreign.optimizer import ShardOptimizer
 from megazero.foreign.rank import LocalRank
+from megazero.foreign.release import release_module
 from megazero.foreign.reports import Reports, StepNumbers
 from megazero.topology import Topology
 from megazero.zero.edits import EditWatch
@@ -68,8 +69,9 @@ class ZeroEngine(WeightExport, nn.Module):
         self._boundary: bool | None = None
         self._accumulating_only = False
         self._own_batches: Iterator[Any] | None = None
-        module.register_forward_pre_hook(Hook(self._begin_pass), prepend=True)
-        module.register_forward_hook(Hook(self._end_pass))
+        self._destroyed = False
+        sharded.hooks.append(module.register_forward_pre_hook(Hook(self._begin_pass), prepend=True))
+        sharded.hooks.append(module.register_forward_hook(Hook(self._end_pass)))
         sharded.gather()
         self._checkpoints = EngineCheckpoints(self)
 
@@ -121,6 +123,8 @@ class ZeroEngine(WeightExport, nn.Module):
         return loss
 
     def _check_backward(self, loss: torch.Tensor) -> None:
+        if self._destroyed:
+            raise MegazeroError("backward: the engine was destroyed; make another of the module with initialize")
         if self.shard_optimizer is None:
             raise MegazeroError("backward: the model has no parameter with requires_grad, so there is nothing to train")
         if not isinstance(loss, torch.Tensor):
@@ -412,10 +416,14 @@ class ZeroEngine(WeightExport, nn.Module):
                     done.add(module)
 
     def destroy(self) -> None:
-        """Wait for a checkpoint under way, write out the metrics that are left. The process group stays, for who made
-        it."""
+        """Wait for a checkpoint under way, write out the metrics that are left, and let the module go: as it was before
+        `initialize`, with the weights of now in the dtype of the engine, at stage 3 cut as zero.Init leaves them. The
+        process group stays, for who made it. Called by every rank; safe to call twice."""
         self._checkpoints.wait()
         self.reports.close()
+        if not self._destroyed:
+            self._destroyed = True
+            release_module(self.sharded)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
         """What ``to``, ``half`` and the like come to. Parameters stay in their buffers, so nothing may change."""

@@ -104,8 +104,8 @@ def install() -> None:
     late = [name for name in _LATE if name in sys.modules]
     if late:
         raise LaunchError(
-            f"{late[0]} is imported, and has found already whether {NAME} is there; import megazero.integrations "
-            "before it, or start the script with `megazero launch --as-deepspeed`"
+            f"{late[0]} is imported, and has found already whether {NAME} is there; import "
+            "megazero.integrations.transformers before it, or start the script with `megazero launch --as-deepspeed`"
         )
     sys.meta_path.insert(0, StandIn())
 

@@ -67,11 +67,12 @@ def loss_bytes(size: Sizes, kernel: Kernels) -> int:
     """What the chunked loss needs at once besides what it keeps: a chunk's logits, and the gradients it adds up.
 
     Of a chunk's logits, eager code holds five float32 copies at once (the logits, less their maximum, their
-    exponentials, the gradient and its scattered form). Compiled, they are read where the product left them, and one
-    float32 gradient is rounded to the activations' dtype.
+    exponentials, the gradient and its scattered form). Compiled, they are read where the product left them, and let go
+    of before one float32 gradient is rounded to the activations' dtype; not so where collectives come between.
     """
     chunk = chunk_size(size.tokens, size.vocab, CHUNK_ELEMENTS)
-    logits = chunk * size.vocab * (4 + 2 * kernel.element if kernel.compiled else 5 * 4)
+    copies = 1 if size.tp == 1 else 2  # in the activations' dtype
+    logits = chunk * size.vocab * (4 + copies * kernel.element if kernel.compiled else 5 * 4)
     weight, hidden = size.vocab * size.hidden, size.tokens * size.hidden
     sums = size.residual * kernel.element  # the hidden states themselves
     if size.outside < size.tokens:

@@ -58,6 +58,15 @@ class Efficiency(_Facts):
         0.15, ge=0, le=1, description="seconds that a second of hidden communication takes from the work beside it"
     )
     kernel: float = Field(3e-6, ge=0, allow_inf_nan=False, description="seconds between one kernel and the next")
+    collective: float = Field(
+        40e-6, ge=0, allow_inf_nan=False, description="seconds that a collective takes, however small"
+    )
+    issue: float = Field(
+        1.9e-3,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds in which the host issues one layer's forward and backward of one micro-batch",
+    )
 
 
 class Chip(_Facts):

@@ -18,7 +18,12 @@ class Practice:
     per pass of a fused kernel; ``logit_bytes``: that cross memory per logit, from product to product;
     ``loss_has_backward``: the gradients of the output projection are made in backward; ``fuses_gradient``: a weight's
     product adds to its gradient in the same pass; ``stores_scores``: attention is matrix products with the scores in
-    memory, which is what selective recompute does again.
+    memory, which is what selective recompute does again; ``recomputes_all``: full recompute makes a layer's last
+    product again, although backward has no use for it.
+
+    What the host takes to issue a layer's forward and backward is Efficiency.issue times ``issued_layer``, and by these
+    parts of it more: ``issued_collective`` for each along tp, ``issued_gathers`` at stage 3, ``issued_again`` for full
+    recompute.
     """
 
     partial_sum_bytes: int = 4
@@ -30,6 +35,11 @@ class Practice:
     loss_has_backward: bool = False
     fuses_gradient: bool = False
     stores_scores: bool = False
+    recomputes_all: bool = False
+    issued_layer: float = 1.0
+    issued_collective: float = 0.15
+    issued_gathers: float = 0.6
+    issued_again: float = 0.65
 
 
 MEGAZERO = Practice()
@@ -44,13 +54,28 @@ MEGATRON_2024 = Practice(
     logit_bytes=52.0,
     loss_has_backward=True,
     fuses_gradient=True,
+    recomputes_all=True,
+    issued_layer=0.0,
 )
 # Megatron-LM of 2021 and 2022 (arXiv 2104.04473, 2205.05198): no fused attention, nothing hidden.
 MEGATRON_2021 = Practice(
-    partial_sum_bytes=2, logit_bytes=52.0, loss_has_backward=True, fuses_gradient=True, stores_scores=True
+    partial_sum_bytes=2,
+    logit_bytes=52.0,
+    loss_has_backward=True,
+    fuses_gradient=True,
+    stores_scores=True,
+    recomputes_all=True,
+    issued_layer=0.0,
 )
 # torchtitan with torch.compile: torch's flash attention (262 TFLOP/s where cuDNN's has 459), every other product of a
 # layer done again under selective recompute, logits in float32.
 TORCHTITAN = Practice(
-    partial_sum_bytes=2, attention=0.57, repeated_products=0.5, passes=1.3, logit_bytes=16.0, loss_has_backward=True
+    partial_sum_bytes=2,
+    attention=0.57,
+    repeated_products=0.5,
+    passes=1.3,
+    logit_bytes=16.0,
+    loss_has_backward=True,
+    recomputes_all=True,
+    issued_layer=0.0,
 )

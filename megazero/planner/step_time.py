@@ -78,7 +78,7 @@ class Network:
             latency += (machines - 1) * chip.network.latency
         moved = collective.elements * collective.itemsize * (ranks - 1) / ranks
         rounds = 2 if collective.kind == "all_reduce" else 1
-        return rounds * (moved / rate + latency)
+        return chip.efficiency.collective + rounds * (moved / rate + latency)
 
     def transfer(self, moved: int) -> float:
         """Bytes from a pipeline stage to the next."""
@@ -215,7 +215,20 @@ class StepModel:
         forward, backward = self._along_tp(layers, first, last)
         hidden = 1 - self.practice.hides_tensor_parallel
         exposed = Pass(hidden * forward, hidden * backward)
-        return _Chunk(tuple(units), compute + (0.0, moved), exposed)
+        # A device that the host does not keep busy waits, as if it computed.
+        issued, compute = layers * self._issue_seconds(), compute + (0.0, moved)
+        compute = Pass(
+            max(compute.forward, issued / 3 - exposed.forward), max(compute.backward, 2 * issued / 3 - exposed.backward)
+        )
+        return _Chunk(tuple(units), compute, exposed)
+
+    def _issue_seconds(self) -> float:
+        """What the host takes for a layer's forward and backward of a micro-batch."""
+        practice, full = self.practice, self.config.train.recompute == "full"
+        collectives = (3 if full else 2) * len(list(layer_collectives(self.size, self.kernel, 4)))
+        parts = 1 + practice.issued_collective * collectives + practice.issued_again * full
+        parts += practice.issued_gathers * (self.config.zero.stage == 3)
+        return self.machine.chip.efficiency.issue * practice.issued_layer * parts
 
     def _along_tp(self, layers: int, first: bool, last: bool) -> tuple[float, float]:
         """Seconds of the collectives of planner.traffic's micro_batch_collectives, with the program's partial sums."""

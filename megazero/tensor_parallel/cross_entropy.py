@@ -102,6 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 add_product(grad_weight, grad_CV.t(), x_CH)
             else:
                 grad_weight = grad_CV.t() @ x_CH
+            del grad_CV  # or it would be there beside the next chunk's logits
         if with_grad:
             grad_TH = torch.cat(grad_x) if several else grad_x[0]
             if group is not None:

@@ -95,6 +95,7 @@ def watch_inside(sharded: ShardedModel) -> list[RemovableHandle]:
             for inner in _uncompiled(module):
                 if inner is not module and not own.isdisjoint(inner.parameters(recurse=False)):
                     handles.append(inner.register_forward_hook(Hook(_watch_output(sharded, index))))
+    sharded.hooks += handles
     return handles
 
 
@@ -111,13 +112,13 @@ def move_gradients_at_once(sharded: ShardedModel) -> None:
     for index, block in enumerate(sharded.blocks):
         for position, parameter in enumerate(block.parameters if block.trainable else ()):
             ready = partial(sharded.gradient_ready, index, position)
-            parameter.register_post_accumulate_grad_hook(lambda _, ready=ready: ready())
+            sharded.hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, ready=ready: ready()))
 
 
 def _install(sharded: ShardedModel, index: int, module: nn.Module) -> None:
-    module.register_forward_pre_hook(Hook(_before(sharded, index)), with_kwargs=True)
+    sharded.hooks.append(module.register_forward_pre_hook(Hook(_before(sharded, index)), with_kwargs=True))
     if sharded.units[index].freed:
-        module.register_forward_hook(Hook(_after(sharded, index)))
+        sharded.hooks.append(module.register_forward_hook(Hook(_after(sharded, index))))
 
 
 def _before(sharded: ShardedModel, index: int) -> Callable:

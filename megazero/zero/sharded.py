@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero.errors import MegazeroError
 from megazero.sharding import Rectangle, ShardSpec
@@ -115,6 +116,7 @@ class ShardedModel:
         parameters = dict(model.named_parameters())
         frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         threshold = settings.persistence_threshold if self.sharding.parameters else None
+        self.hooks: list[RemovableHandle] = []  # of hooks.py, on modules and parameters
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []
         for unit in units:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.config import load_config
+from megazero.planner.memory import plan
 from megazero.telemetry.timeline import bubble_fraction, measured_bars
 from megazero.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazero.tensor_parallel.mappings import TensorParallel
@@ -143,6 +145,24 @@ def test_a_foreign_model_over_nccl_is_as_a_plain_loop(stage: int) -> None:
     script = ROOT / "tests" / "gpu" / "foreign.py"
     command = ["-m", "megazero", "launch", "--nproc", "2", str(script), str(stage)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_full_recompute_keeps_one_tensor_per_layer_when_compiled(tp: int) -> None:
+    """Activations are most of this run's memory, so that a plan within 5 % says that they are gone."""
+    shape = (
+        "model.preset llama3.2-1b model.vocab_size 4096 model.num_layers 12 model.hidden_size 512 data.seq_length 2048"
+    )
+    settings = f"{shape} train.micro_batch_size 8 train.global_batch_size 16 train.precision bf16 train.recompute full"
+    values = f"{settings} parallel.tp {tp}".split()
+    chosen = [text for name, value in zip(values[::2], values[1::2]) for text in (f"--{name}", value)]
+    command = ["-m", "megazero", "launch", "--nproc", str(tp), str(ROOT / "tools" / "benchmark.py"), *chosen]
+    command += ["--warmup", "2", "--measure", "2"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    found = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    planned = plan(load_config(chosen, world_size=tp, needs_data=False), tp).fullest.peak
+    assert found["memory_allocated_peak"] < 1.05 * planned
 
 
 @pytest.mark.gpu(2)

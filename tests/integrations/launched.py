@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def launched(*words: str | Path, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
-    """`megazero launch WORDS…` on the CPU, offline, from a checkout that is not on any path."""
+    """`megazero launch WORDS…`, offline, on the CPU unless CUDA_VISIBLE_DEVICES is given."""
     return python("-m", "megazero", "launch", *words, timeout=timeout, **environment)
 
 

@@ -6,10 +6,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from typing import Any
 
+FOLDER = next(word for word in sys.argv[1:] if not word.startswith("--"))
 SURFACE_OF_LIBRARIES = """
 deepspeed DeepSpeedEngine initialize init_distributed zero comm ops runtime utils accelerator tp_model_init
 deepspeed.zero Init GatheredParameters register_external_parameter
@@ -62,12 +64,12 @@ def train() -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))
-    engine.save_checkpoint(sys.argv[1])
-    weights = get_fp32_state_dict_from_zero_checkpoint(sys.argv[1])
+    engine.save_checkpoint(FOLDER)
+    weights = get_fp32_state_dict_from_zero_checkpoint(FOLDER)
     with deepspeed.zero.GatheredParameters(model.weight):
         same = torch.equal(weights["weight"].to(torch.bfloat16), model.weight)
     masters = {values.dtype for values in optimizer.single_partition_of_fp32_groups}
-    loaded = load_state_dict_from_zero_checkpoint(model, sys.argv[1])
+    loaded = load_state_dict_from_zero_checkpoint(model, FOLDER)
     return {
         "masters": masters == {torch.float32},
         "loaded": torch.equal(loaded.weight, weights["weight"].to(torch.bfloat16)),
@@ -106,7 +108,7 @@ def main() -> None:
     found["child"] = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip()
     found["other sitecustomize"] = getattr(sys, "other_sitecustomize", False)
     found["train"] = train()
-    found["arguments"] = sys.argv[1:]
+    found["told"] = [os.environ["MASTER_PORT"], *sys.argv[1:]]
     print("FOUND", json.dumps(found))
 
 

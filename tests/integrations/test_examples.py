@@ -53,9 +53,9 @@ def test_as_deepspeed(tmp_path: Path) -> None:
 
 
 def test_by_an_explicit_import_and_without_a_launcher(tmp_path: Path) -> None:
-    done = python(HERE / "example_runs.py", tmp_path, "--native", "full", "trl")
+    done = python(HERE / "example_runs.py", tmp_path, "--native", "trl")
     assert done.returncode == 0, done.stdout + done.stderr
-    check(tmp_path / "full"), check(tmp_path / "trl")
+    check(tmp_path / "trl")
 
 
 def test_started_by_accelerate(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What transformers' Trainer does with megazero for deepspeed: a script for `megazero launch --as-deepspeed`, 2 ranks.
+"""What transformers' Trainer does with megazero for deepspeed: a script for `megazero launch --as-deepspeed`, 2 ranks,
+on the CPU, or on GPUs where there are some.
 
 trainer_runs.py OUT writes OUT/results.json: name of each function below with `@run` → what it returned, or the error.
 One process does all of it, as importing the libraries takes longer than any of the runs.
@@ -18,7 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import distributed as dist
@@ -29,6 +30,7 @@ from megazero.foreign.consolidate import consolidate
 
 OUT = Path(next(word for word in sys.argv[1:] if not word.startswith("--")))
 RANK = int(os.environ["RANK"])
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 STAGES = (1, 2, 3)
 RUNS: dict[str, Callable[[], Any]] = {}
 
@@ -80,7 +82,7 @@ def settings(stage: int, **changes: Any) -> dict[str, Any]:
 def arguments(name: str, deepspeed: dict[str, Any] | None, **changes: Any) -> TrainingArguments:
     given = {
         "output_dir": str(OUT / name),
-        "per_device_train_batch_size": 2,
+        "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]),
         "gradient_accumulation_steps": 2,
         "max_steps": 4,
         "learning_rate": 1e-2,
@@ -91,7 +93,7 @@ def arguments(name: str, deepspeed: dict[str, Any] | None, **changes: Any) -> Tr
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": DEVICE.type == "cpu",
         "seed": 1,
         "ddp_find_unused_parameters": False,
     }
@@ -125,9 +127,9 @@ def trained(model: torch.nn.Module, args: TrainingArguments) -> dict[str, list[f
 
 def plain_loss(model: torch.nn.Module) -> float:
     """Of the held-out samples, by the library alone."""
-    tokens = Samples(8, seed=1).tokens
+    tokens = Samples(8, seed=1).tokens.to(DEVICE)
     with torch.no_grad():
-        return model.eval()(input_ids=tokens, labels=tokens).loss.item()
+        return model.to(DEVICE).eval()(input_ids=tokens, labels=tokens).loss.item()
 
 
 def together() -> None:
@@ -135,6 +137,70 @@ def together() -> None:
     unset_hf_deepspeed_config()
     if dist.is_initialized():
         dist.barrier()
+
+
+def looped(accelerator: Accelerator, out: Path | None, dummies: bool) -> dict[str, Any]:
+    """accelerate's loop, with a state saved in the middle and gone back to: losses, norms, and the later ones again."""
+    model = fresh()
+    # Small steps and no tiny eps: Adam turns rounding of gradients near zero into whole steps.
+    options = {"lr": 2e-3, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), **options, eps=1e-6)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if dummies:
+        optimizer = DummyOptim(model.parameters(), **options)
+        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=_one_over)
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    batches, losses, norms = list(loader), [], []
+
+    def steps(chosen: list[Any]) -> None:
+        for batch in chosen:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
+
+    steps(batches[:4])
+    if out is not None:
+        accelerator.save_state(str(out))
+    steps(batches[4:])
+    if out is not None:
+        accelerator.load_state(str(out))
+        steps(batches[4:])
+    state = accelerator.get_state_dict(model)
+    names = sorted(state) if state else []
+    return {"losses": losses, "norms": norms, "weights": names == sorted(LlamaForCausalLM(config()).state_dict())}
+
+
+def _one_over(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@run
+def accelerated() -> dict[str, Any]:
+    """accelerate without Trainer: objects of one's own, or the config's optimizer and a function for the schedule.
+
+    First of all: Accelerators leave traces in the next ones of a process, and Trainer's change what a plain one does.
+    """
+    adamw = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}}
+    results = {}
+    for name, stage, dummies in (("plain", 0, False), ("own 2", 2, False), ("own 3", 3, False), ("config 3", 3, True)):
+        arguments("accelerated", None)  # which starts the processes' group on the CPU
+        zero = settings(stage, **({"optimizer": adamw} if dummies else {}), gradient_accumulation_steps=2)
+        zero["gradient_clipping"] = 0.5
+        del zero["fp16"], zero["bf16"]
+        plugin = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=zero)} if stage else {}
+        accelerator = Accelerator(gradient_accumulation_steps=2, step_scheduler_with_optimizer=False, **plugin)
+        results[name] = looped(accelerator, OUT / "accelerated" if stage else None, dummies)
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        together()
+    return results
 
 
 @run
@@ -152,7 +218,7 @@ def optimizer_of_the_config() -> dict[str, Any]:
     """The config's optimizer has no groups, so weight decay, which Trainer keeps off norms, is none here."""
     adamw = {"type": "AdamW", "params": {name: "auto" for name in ("lr", "betas", "eps", "weight_decay")}}
     results = {"plain": trained(fresh(), arguments("plain", None, weight_decay=0.0))}
-    for stage in STAGES:
+    for stage in (1, 3):
         args = arguments(f"optimizer-{stage}", settings(stage, optimizer=adamw), weight_decay=0.0)
         results[str(stage)] = trained(fresh(), args)
     return results
@@ -223,7 +289,7 @@ def from_pretrained() -> dict[str, Any]:
 @run
 def resized() -> dict[str, Any]:
     results = {}
-    for name, zero in (("plain", None), ("2", settings(2)), ("3", settings(3))):
+    for name, zero in (("plain", None), ("3", settings(3))):
         args = arguments(f"resized-{name}", zero)
         model = pretrained()
         torch.manual_seed(7)  # the new rows are drawn
@@ -248,7 +314,7 @@ def lora() -> dict[str, Any]:
     """Adapters, and a head that is trained whole; what is saved is loaded by peft alone."""
     results: dict[str, Any] = {}
     for kind, more in (("adapters", {}), ("head", {"modules_to_save": ["lm_head"]})):
-        for name, zero in (("plain", None), ("2", settings(2)), ("3", settings(3))):
+        for name, zero in (("plain", None), *((("2", settings(2)),) if kind == "adapters" else ()), ("3", settings(3))):
             args = arguments(f"{kind}-{name}", zero, save_strategy="steps", save_steps=2)
             made = trainer(adapted(**more), args)
             made.train()
@@ -266,12 +332,13 @@ def evaluated() -> dict[str, Any]:
     args = arguments("evaluated", settings(3), bf16=True)
     made = trainer(pretrained(), args)
     loss = made.evaluate()["eval_loss"]
-    generated = made.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    prompt, options = torch.tensor([[1, 2, 3]], device=DEVICE), {"do_sample": False, "pad_token_id": 0}
+    generated = made.model.generate(prompt, max_new_tokens=6, **options)
     engine = made.model_wrapped
     masters = sum(block.master is not block.values for block in engine.sharded.blocks)
     together()
-    model = pretrained().to(torch.bfloat16)
-    plain = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    model = pretrained().to(DEVICE, torch.bfloat16)
+    plain = model.generate(prompt, max_new_tokens=6, **options)
     return {
         "loss": [loss, plain_loss(model)],
         "generated": [generated.tolist(), plain.tolist()],
@@ -285,8 +352,7 @@ def evaluated() -> dict[str, Any]:
 def half_precision() -> dict[str, Any]:
     return {
         f"{name} {stage}": trained(fresh(), arguments(f"{name}-{stage}", settings(stage), **{name: True}))["loss"]
-        for name in ("bf16", "fp16")
-        for stage in (2, 3)
+        for name, stage in (("bf16", 3), ("fp16", 2))
     }
 
 

@@ -106,6 +106,8 @@ def test_heavy_packages_are_imported_only_when_used():
     for room in ALLOWED:
         for path in (ROOT / room).rglob("*.py"):
             for names, line, at_import in imports(path):
+                if path == ROOT / "megazero" / "integrations" / "transformers.py":
+                    continue  # it is a Trainer
                 if at_import and (names[0].split(".")[0] in heavy or "torch.utils.tensorboard" in names):
                     wrong.append(f"{path.relative_to(ROOT)}:{line}: {names[0]}")
     assert wrong == []

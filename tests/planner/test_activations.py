@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.build import DTYPES, apply_recompute
+from megazero.build import DTYPES, wrap_layers
 from megazero.config import Config
 from megazero.models.context import build_context
 from megazero.models.gpt import GPT, layer_context
@@ -72,8 +72,7 @@ def build(config: Config, group: dist.ProcessGroup | None, first: bool = True, l
             values = 0.02 * torch.randn(parameter.shape, dtype=DTYPES[config.train.precision])
             setattr(module, name, torch.nn.Parameter(values))
     decoder.tie()
-    for layer in decoder.layers.values():
-        apply_recompute(layer, config.train.recompute, keeps_rng=model.attention_dropout_rate > 0)
+    wrap_layers(decoder, config.train.recompute, False, tp.size, keeps_rng=model.attention_dropout_rate > 0)
     return decoder
 
 
