@@ -1,7 +1,7 @@
 """The collectives that a rank has entered, group by group, from torch's flight recorder: gloo's and NCCL's.
 
-The recorder notes each collective in C++ as it is issued, so that nothing is added to a step. What it does not note is
-seen by the position in the step: gloo's transfers between two ranks.
+The recorder notes each collective in C++ as it is issued, so that nothing is added to a step. Transfers between two
+ranks are left to the position in the step: gloo's are not noted.
 """
 
 from __future__ import annotations
@@ -43,15 +43,21 @@ def entered() -> list[Entered]:
             names[world.pg_names[group]] = (group.group_desc, tuple(sorted(ranks)))
     found: dict[str, Entered] = {}
     for entry in _entries():
+        if entry["is_p2p"]:
+            continue  # two ranks count these apart from the others; the position in the step knows them
         name = entry["process_group"][0]
         description, ranks = names.get(name, (entry["process_group"][1], ()))
         before = found.get(name, Entered(_plain(description), ranks, 0))
-        number = entry["op_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        waits, operation = before.waits, before.operation
-        if not entry["retired"] and not waits and entry["state"] != "completed":
-            started = ", started on the device" if entry["state"] == "started" else ""
-            waits, operation = number, entry["profiling_name"].partition(":")[2] + started
-        last = before.last if entry["is_p2p"] else max(before.last, number)
+        if entry["retired"]:
+            # A group's collectives end in order, so that what came before is over, even where that is not noted.
+            waits, operation = 0, ""
+        else:
+            waits, operation = before.waits, before.operation
+            if not waits and entry["state"] != "completed":
+                started = ", started on the device" if entry["state"] == "started" else ""
+                waits = entry["collective_seq_id"]
+                operation = entry["profiling_name"].partition(":")[2] + started
+        last = max(before.last, entry["collective_seq_id"])
         found[name] = before._replace(last=last, waits=waits, operation=operation)
     return list(found.values())
 

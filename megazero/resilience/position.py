@@ -39,7 +39,7 @@ class Position:
 
     def __init__(self, device: torch.device) -> None:
         self.now = Moment(0, "starting", time.monotonic(), 0, limited=False)
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(_RING)] if self._cuda else []
         self._marked: list[Moment | None] = [None] * _RING
 
@@ -56,6 +56,11 @@ class Position:
     def idle(self) -> None:
         """What follows is the caller's, and may last."""
         self.at(IDLE, limited=False)
+
+    def enter_thread(self) -> None:
+        """A thread will ask where the device is: on this one, as otherwise it would take memory on the first GPU."""
+        if self._cuda:
+            torch.cuda.set_device(self._device)
 
     def device_at(self) -> Moment | None:
         """The oldest of the moments whose work the device has not finished; None where it has done all, or is a CPU."""

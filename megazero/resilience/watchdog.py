@@ -95,6 +95,7 @@ class Watchdog:
         return json.loads(beat)[1] if beat else "?"
 
     def _run(self) -> None:
+        self._position.enter_thread()
         unreachable = 0.0
         while True:
             try:
@@ -176,8 +177,9 @@ class Watchdog:
     def _statement(self) -> Statement:
         now, device = self._position.now, self._position.device_at()
         awaits: tuple[int, ...] = ()
-        if isinstance(now.what, Action) and now.what.kind in COMMUNICATION and now.what.kind not in SENDS:
-            awaits = (self._peers[now.what.peer or 0],)
+        what = (device or now).what  # on a GPU the host does not wait for what it receives
+        if isinstance(what, Action) and what.kind in COMMUNICATION and what.kind not in SENDS:
+            awaits = (self._peers[what.peer or 0],)
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame)[-_FRAMES:])
         seconds = time.monotonic() - now.since
