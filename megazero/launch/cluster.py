@@ -33,6 +33,8 @@ _GRACE = 150.0
 _LOST_GRACE = 45.0
 """The same where one has failed: the others have nothing to save, and one that is gone will not answer."""
 
+_FEW_LINES = 4
+
 Reach = Callable[[Host], list[str]]
 """The command that starts another one on a machine: what that is to be follows as further words."""
 
@@ -121,20 +123,22 @@ class Cluster:
 
     def _read(self, node: int, host: Host, process: subprocess.Popen) -> None:
         """Pass on what a machine prints; its verdict is kept."""
-        verdict, last = None, ""
+        verdict, printed = None, []
         for line in process.stderr:
             if line.startswith(VERDICT):
                 code, message, cause, stopped = json.loads(line.removeprefix(VERDICT))
                 verdict = Verdict(code, message, Cause(cause), stopped)
             else:
-                last = line.strip() or last
+                printed.append(line.strip())
+                del printed[_FEW_LINES:]
                 sys.stderr.write(line)
                 sys.stderr.flush()
         code = process.wait()
         if verdict is not None and verdict.stopped and self._ending:
             verdict = verdict._replace(cause=Cause.TERMINATED, stopped=False)  # by us
         if verdict is None:
-            reason = f": {last}" if last and code == 255 else ""
+            # What ssh or srun has to say is little; of much, the job itself was the author.
+            reason = f": {'; '.join(printed)}" if 0 < len(printed) < _FEW_LINES else ""
             verdict = Verdict(code or 1, f"{host.name} is out of reach, or its launcher died{reason}", Cause.LOST)
         with self._changed:
             self._verdicts[node] = verdict
