@@ -34,8 +34,9 @@ def record_collectives() -> None:
         os.environ["TORCH_FR_BUFFER_SIZE"] = _ENTRIES
 
 
-def entered() -> list[Entered]:
-    """This rank's groups, as far as the recorder remembers them."""
+def entered(since: int) -> list[Entered]:
+    """This rank's groups, as far as the recorder remembers them from ``since`` on, by time.time_ns(): it also remembers
+    the groups of a process group that was destroyed, whose names are given again."""
     names = {}
     world = dist.distributed_c10d._world
     for group, ranks in world.pg_group_ranks.items():
@@ -43,7 +44,7 @@ def entered() -> list[Entered]:
             names[world.pg_names[group]] = (group.group_desc, tuple(sorted(ranks)))
     found: dict[str, Entered] = {}
     for entry in _entries():
-        if entry["is_p2p"]:
+        if entry["is_p2p"] or entry["time_created_ns"] < since:
             continue  # two ranks count these apart from the others; the position in the step knows them
         name = entry["process_group"][0]
         description, ranks = names.get(name, (entry["process_group"][1], ()))

@@ -67,7 +67,7 @@ class Watchdog:
         self._of_training = dist.PrefixStore(prefix, self._whole)
         self._store = dist.PrefixStore(prefix, self._whole.clone())
         self._store.set_timeout(timedelta(seconds=max(10.0, 2 * self._interval)))
-        self._main = threading.get_ident()
+        self._main, self._since = threading.get_ident(), time.time_ns()
         self._host = socket.gethostname()
         self._beats = 0
         self._seen, self._seen_at = b"", time.monotonic()
@@ -184,7 +184,9 @@ class Watchdog:
         stack = "".join(traceback.format_stack(frame)[-_FRAMES:])
         seconds = time.monotonic() - now.since
         at_device = describe(device) if device is not None else ""
-        return Statement(self._host, os.getpid(), describe(now), seconds, at_device, awaits, tuple(entered()), stack)
+        return Statement(
+            self._host, os.getpid(), describe(now), seconds, at_device, awaits, tuple(entered(self._since)), stack
+        )
 
     def _end_alone(self, cause: str) -> None:
         text, summary = report(cause, {self.rank: self._statement()}, {})
