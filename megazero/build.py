@@ -1,6 +1,7 @@
 """From settings to one rank's model: the one place that knows the order in which everything is applied.
 
-Model on the meta device → tensor parallelism → recompute → compile → ZeRO. Nothing before the last takes memory.
+Model on the meta device → tensor parallelism → recompute → compile → place of activations → ZeRO. Nothing before the
+last takes memory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megazero.topology import Topology
 from megazero.zero.blocks import decoder_units
 from megazero.zero.groups import data_parallel
 from megazero.zero.hooks import install_hooks
+from megazero.zero.offload.activations import HostActivations
 from megazero.zero.sharded import ShardedModel, ZeroSettings, leave_meta
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,6 +80,11 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
     decoder, specs = describe_stage(config, model, topology.coordinates, tp)
     compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
     wrap_layers(decoder, config.train.recompute, compiles, tp.size, keeps_rng=model.attention_dropout_rate > 0)
+    if config.train.offload_activations:
+        # Outside of what is compiled: the copies are no part of its graph.
+        kept = HostActivations(device)
+        for layer in decoder.layers.values():
+            layer.forward = kept.around(layer.forward)
     leave_meta(decoder, dtype, device)
     zero, chunks = config.zero, rank_layers(config, model, topology.coordinates["pp"])
     sharded = ShardedModel(

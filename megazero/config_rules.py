@@ -27,6 +27,7 @@ def problems(config: Config, world_size: int | None = None, needs_data: bool = F
         yield from _pipeline(config)
         yield from _sequence(config)
     yield from _zero(config)
+    yield from _offload(config)
     yield from _data(config)
     yield from _optimizer(config)
     yield from _checkpoint(config)
@@ -299,6 +300,56 @@ def _zero(config: Config) -> Problems:
             "zero.zero_hpz_partition_size",
             f"{zero.zero_hpz_partition_size} would keep a second copy near, where zero.mics_shard_size = "
             f"{zero.mics_shard_size} keeps the first one near already; leave out one of the two",
+        )
+
+
+def _offload(config: Config) -> Problems:
+    """Rules of what is kept off the device."""
+    zero, state, parameters = config.zero, config.zero.offload_optimizer, config.zero.offload_param
+    stage = f"zero.stage = {zero.stage}"
+    if state.device != "none" and not zero.stage:
+        yield (
+            "zero.offload_optimizer.device",
+            f"{state.device} has no meaning with {stage}; use 1, 2 or 3, which on one process cut nothing",
+        )
+    if state.device == "nvme" and state.nvme_path is None:
+        yield (
+            "zero.offload_optimizer.nvme_path",
+            "is missing, and zero.offload_optimizer.device = nvme; give a directory on a fast local disk",
+        )
+    if state.device == "nvme" and config.checkpoint.async_save:
+        yield (
+            "checkpoint.async_save",
+            "would copy to host memory what zero.offload_optimizer.device = nvme keeps out of it; leave out one of the "
+            "two",
+        )
+    for name in ("moments", "masters"):
+        if state.device == "none" and (value := getattr(state, name)) != "fp32":
+            yield (
+                f"zero.offload_optimizer.{name}",
+                f"{value} needs zero.offload_optimizer.device cpu or nvme: on the device they are float32",
+            )
+    if config.train.offload_activations and config.train.recompute != "full":
+        yield (
+            "train.offload_activations",
+            f"keeps layers' inputs alone, and train.recompute = {config.train.recompute}; use train.recompute full",
+        )
+    if state.masters != "fp32" and config.train.precision not in ("bf16", "auto"):
+        yield (
+            "zero.offload_optimizer.masters",
+            f"{state.masters} goes with bfloat16 parameters, and train.precision = {config.train.precision}; use bf16, "
+            "or zero.offload_optimizer.masters fp32",
+        )
+    if parameters.device != "none" and zero.stage < 3:
+        yield (
+            "zero.offload_param.device",
+            f"{parameters.device} has no meaning with {stage}, which keeps parameters whole; use 3",
+        )
+    if parameters.device != "none" and zero.zero_hpz_partition_size > 1:
+        yield (
+            "zero.zero_hpz_partition_size",
+            "would keep a second copy on the devices of what zero.offload_param.device keeps off them; leave out one "
+            "of the two",
         )
 
 

@@ -95,6 +95,43 @@ class ParallelSection(Section):
     )
 
 
+class OffloadOptimizerSection(Section):
+    """Masters and moments off the device; the CPU updates them."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="where float32 masters and moments are kept: on the device, in host memory, in files"
+    )
+    ratio: float = Field(
+        1.0, ge=0, le=1, allow_inf_nan=False, description="share of it, in whole layers; the rest stays on the device"
+    )
+    nvme_path: str | None = Field(None, description="nvme: directory of the files, on a fast local disk")
+    pin_memory: bool = Field(True, description="pinned host memory for what the device copies from and to")
+    buffer_count: int = Field(4, ge=2, description="pieces of an update that are on their way at once")
+    buffer_size: int = Field(
+        4 * 2**20, ge=64, multiple_of=64, description="elements of a piece, updated and moved as one"
+    )
+    pipeline_read: bool = Field(True, description="nvme: read the next pieces while one is updated")
+    pipeline_write: bool = Field(True, description="nvme: write pieces while the next are updated")
+    threads: int = Field(0, ge=0, description="of a process's update on a GPU machine; 0: its share of the cores")
+    moments: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Adam's moments; bf16: half the memory, rounded at random"
+    )
+    masters: Literal["fp32", "split", "bf16"] = Field(
+        "fp32",
+        description="masters; split: the same values, as 16-bit parameters and the bits they lack; bf16: the "
+        "parameters alone, rounded at random",
+    )
+
+
+class OffloadParamSection(Section):
+    """Stage 3: 16-bit parameters off the device."""
+
+    device: Literal["none", "cpu"] = Field(
+        "none", description="where a process keeps its share of the parameters: on the device, in host memory"
+    )
+    pin_memory: bool = Field(True, description="pinned host memory for them")
+
+
 class ZeroSection(Section):
     """What the data-parallel processes share out instead of holding copies."""
 
@@ -130,6 +167,8 @@ class ZeroSection(Section):
         description="stage 3: processes of a node that keep a second copy of the parameters between them, from which "
         "backward gathers; 0: none",
     )
+    offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
+    offload_param: OffloadParamSection = OffloadParamSection()
 
 
 class DataSection(Section):
@@ -245,6 +284,9 @@ class TrainSection(Section):
         "none",
         description="activations computed again in backward; selective: all but matrix products and attention; "
         "full: whole layers",
+    )
+    offload_activations: bool = Field(
+        False, description="recompute full: layers' inputs are in host memory between forward and backward"
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each layer; auto: on a GPU")
     deterministic: bool = Field(False, description="bitwise repeatable kernels on a GPU, slower")

@@ -24,6 +24,8 @@ from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
 from megazero.pipeline.executor import Executor
 from megazero.pipeline.p2p import Transfers, neighbour_groups
 from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
+from megazero.planner.chips import chip_of_device
+from megazero.planner.expectation import expectation
 from megazero.planner.memory import plan
 from megazero.resilience.bad_steps import BadSteps
 from megazero.resilience.collectives import record_collectives
@@ -123,6 +125,8 @@ class Engine:
         if environment.rank == 0:
             planned = plan(config, environment.world_size, gpu=self.device.type == "cuda")
             self.telemetry.message(planned.describe())
+            if self.stage.sharded.tier is not None:
+                self.telemetry.message(self._describe_offload())
         for note in notes:
             self.telemetry.message(note)
         for message in self._restored.messages:
@@ -162,6 +166,7 @@ class Engine:
                 summary = str(error).partition("\n")[0]
                 self.telemetry.event("error", self.step, f"{kind.__name__ if kind else ''}: {summary}")
             self.telemetry.close()
+            self.stage.sharded.close()
             gc.unfreeze()
         # After an error other ranks may be inside a collective: leave it to the process's end.
         if self._owns_group and error is None:
@@ -170,6 +175,13 @@ class Engine:
     @property
     def dp_size(self) -> int:
         return self.topology.layout.dp
+
+    def _describe_offload(self) -> str:
+        """What a step with the state off the device takes, where the chip is known, and what bounds its update."""
+        tier = self.stage.sharded.tier
+        assert tier is not None
+        chip = chip_of_device(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        return "\n".join((*tier.notes(), *expectation(self.config, self.topology.layout.world_size, chip)))
 
     def _schedules(self) -> None:
         name, stages, chunks = self.config.schedule, self.config.parallel.pp, self.config.parallel.virtual_pp
@@ -218,6 +230,8 @@ class Engine:
         self.consumed_samples += self.config.train.global_batch_size
         self._stop_flags.note(sums.stop)
         self._saves.report()
+        if self.stage.sharded.tier is not None and (advice := self.stage.sharded.tier.advice()) is not None:
+            self.telemetry.message(advice)
         if is_logged:
             self._log(sums, lr, source)
         if self._replicas is not None and self.due(self.config.watch.replica_interval):

@@ -44,5 +44,9 @@ class LaunchError(MegazeroError):
     """A job that could not be started as asked."""
 
 
+class OffloadError(MegazeroError):
+    """Host memory or files of offloaded state that are not to be had, or not what they were."""
+
+
 class DivergenceError(MegazeroError):
     """A gradient or loss stopped being finite; the message names module, tensor and rank."""

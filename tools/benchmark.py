@@ -75,6 +75,14 @@ def measure(engine: Engine, source: RandomTokens, warmup: int, steps: int) -> tu
     return (time.perf_counter() - begin) / steps, [float(loss) for loss in losses]
 
 
+def limit_memory(gib: float, local_rank: int) -> None:
+    """Let this process's allocator take no more of its GPU than a smaller one would have."""
+    if not torch.cuda.is_available():
+        raise LaunchError("--memory-limit: there is no GPU whose memory it could limit; leave it out")
+    total = torch.cuda.get_device_properties(local_rank).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), local_rank)
+
+
 def host_time(engine: Engine, source: RandomTokens, steps: int) -> float:
     """Seconds that the host takes to issue a step to a device that has nothing to do: what a step cannot be shorter
     than, however fast the device. More than some thousand kernels behind, a CUDA device keeps the host waiting."""
@@ -132,7 +140,20 @@ def report(
         "model_tflops_per_gpu": flops / 1e12,
         "mfu": flops / chip_peak if chip_peak else None,
         "memory_allocated_peak": peak,
+        "offload": offloaded(engine),
         "losses": losses,
+    }
+
+
+def offloaded(engine: Engine) -> dict[str, Any] | None:
+    """What this rank keeps off its device: bytes, all that it has moved, and the seconds that it took and waited."""
+    tier = engine.stage.sharded.tier
+    if tier is None:
+        return None
+    files = {"read": tier.disk.read_bytes, "written": tier.disk.written_bytes} if tier.disk is not None else {}
+    return {
+        **{"host": tier.memory.taken, "pinned": tier.memory.pinned, "threads": tier.threads},
+        **{"link": dict(tier.link.bytes), "files": files, "seconds": dict(tier.meter.seconds)},
     }
 
 
@@ -182,8 +203,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts (default: 10)")
     parser.add_argument("--measure", type=int, default=20, help="steps that are timed (default: 20)")
     parser.add_argument("--profile", type=int, default=0, help="steps profiled after those, on a GPU (default: 0)")
+    parser.add_argument(
+        "--memory-limit", type=float, default=0.0, help="GiB of GPU memory that a process may take (default: all)"
+    )
     own, settings = parser.parse_known_args(argv)
     environment = process_environment()
+    if own.memory_limit:
+        limit_memory(own.memory_limit, environment.local_rank)
     steps = own.warmup + own.measure + HOST_STEPS + own.profile
     # Neither logging nor saving: both would wait for the device.
     settings += ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]

@@ -132,6 +132,11 @@ def given_settings(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[
 def base_config(tree: dict[str, Any], gpus: int) -> Config:
     """The settings that all layouts share; lengths that were not given are filled in."""
     tree = {section: fields for section, fields in tree.items() if section not in ("checkpoint", "log")}
+    # The search chooses the stage; the rules of what is kept off the device want one that allows it.
+    devices = dict(_leaves(tree.get("zero", {})))
+    for least, name in ((3, "offload_param.device"), (1, "offload_optimizer.device")):
+        if devices.get(name, "none") != "none":
+            tree = merged({"zero": {"stage": least}}, tree)
     # A length of its own must not be found too long for the model before the model is known.
     length = {} if "seq_length" in tree.get("data", {}) else {"data": {"seq_length": 1}}
     config = resolve_model(Config.from_dict(merged(tree, length)))
@@ -161,6 +166,8 @@ def table(found: Search, chip: Chip) -> Table:
         shown.add_column(heading, justify="left" if heading == "recompute" else "right")
     for heading in ("peak GB", "compute", "tp", "pipeline", "dp", "optimizer"):
         shown.add_column(heading, justify="right")
+    for heading in ("offload", "host GB", "files GB") if found.plans[0].memory.host else ():
+        shown.add_column(heading, justify="right")
     for plan in found.plans:
         choice, time = plan.choice, plan.time
         virtual = f" x {choice.virtual}" if choice.virtual > 1 else ""
@@ -177,8 +184,17 @@ def table(found: Search, chip: Chip) -> Table:
             f"{time.seconds:.2f}",
             f"{plan.memory.peak / 1e9:.1f} of {chip.usable_memory() / 1e9:.1f}",
             *(f"{part / time.seconds:.0%}" for part in parts),
+            *_offloaded(plan),
         )
     return shown
+
+
+def _offloaded(plan: Plan) -> list[str]:
+    """What is kept off the device: share of the step's time, GB of host memory, GB of files."""
+    host = plan.memory.host
+    if host is None:
+        return []
+    return [f"{plan.time.offload / plan.time.seconds:.0%}", f"{host.memory / 1e9:.1f}", f"{host.files / 1e9:.1f}"]
 
 
 def rejected_lines(rejected: Sequence[Rejection], examples: int = 3) -> Iterator[str]:
@@ -187,10 +203,11 @@ def rejected_lines(rejected: Sequence[Rejection], examples: int = 3) -> Iterator
     for rejection in rejected:
         kinds[rejection.kind].append(rejection)
     for kind, those in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        what = "do not fit in memory; nearest" if kind == "memory" else f"break the rules of {kind}; e.g."
+        memory = kind in ("memory", "host memory")
+        what = f"do not fit in {kind}; nearest" if memory else f"break the rules of {kind}; e.g."
         yield f"{len(those)} {what}:"
         for rejection in sorted(those, key=lambda rejection: (rejection.lacks, rejection.choice))[:examples]:
-            choice = rejection.choice if kind == "memory" else f"tp={rejection.choice.tp} pp={rejection.choice.pp}"
+            choice = rejection.choice if memory else f"tp={rejection.choice.tp} pp={rejection.choice.pp}"
             yield f"  {choice}: {rejection.reason}"
 
 
@@ -215,6 +232,8 @@ def as_json(found: Search, config: Config, arguments: argparse.Namespace, chip: 
                     "state": plan.memory.state.total,
                     "activations": plan.memory.activations,
                     "buffers": plan.memory.buffers,
+                    "host": plan.memory.host.memory if plan.memory.host else 0,
+                    "files": plan.memory.host.files if plan.memory.host else 0,
                 },
             }
             for plan in found.plans
@@ -353,6 +372,11 @@ def main() -> None:
 
 def advice(found: Search) -> str:
     """What would help where nothing fits."""
+    if beyond := [rejection.lacks for rejection in found.rejected if rejection.kind == "host memory"]:
+        return (
+            f"the nearest lacks {amount(min(beyond))} of host memory for a GPU: keep masters and moments in files "
+            "(device nvme) or in 16 bits, or say in a file for --gpu that host.memory is more"
+        )
     lacking = [rejection.lacks for rejection in found.rejected if rejection.kind == "memory"]
     if lacking:
         remedies = "use more GPUs, larger ones, shorter sequences, or --train.grad_dtype bf16"

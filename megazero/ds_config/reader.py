@@ -19,6 +19,8 @@ from megazero.ds_config.tree import (
     CommsLogger,
     DsConfig,
     FileMonitor,
+    OffloadOptimizer,
+    OffloadParam,
     OptimizerChoice,
     Precision,
     SchedulerChoice,
@@ -28,6 +30,8 @@ from megazero.ds_config.tree import (
 from megazero.errors import ConfigError
 
 AUTO = "auto"
+_MOMENTS, _MASTERS = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
+_STATE, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
 def read_ds_config(
@@ -218,15 +222,27 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
     if reading.problems:
         raise ConfigError(reading.problems)
 
-    def section(kind: type[Any], path: str) -> Any:
-        return kind(**{part.name: reading.get(f"{path}.{part.name}") for part in fields(kind)})
+    def section(kind: type[Any], path: str, **more: Any) -> Any:
+        names = [part.name for part in fields(kind) if part.name not in more and f"{path}.{part.name}" in KEYS]
+        return kind(**{name: reading.get(f"{path}.{name}") for name in names}, **more)
 
     batches = dict(zip(sizes, settled))
     plain = {part.name for part in fields(DsConfig)} & KEYS.keys()
     deferred = [f"{path} = {_written(batches.get(path, default))}" for path, default in reading.autos.items()]
     return DsConfig(
         **{path: reading.get(path) for path in plain} | batches,
-        zero=section(Zero, "zero_optimization"),
+        zero=section(
+            Zero,
+            "zero_optimization",
+            offload_optimizer=section(
+                OffloadOptimizer,
+                _STATE,
+                device=_tier(reading, _STATE, "cpu_offload"),
+                moments="bf16" if reading.get(_MOMENTS) else "fp32",
+                masters="bf16" if reading.get(_MASTERS) else "fp32",
+            ),
+            offload_param=section(OffloadParam, _PARAM, device=_tier(reading, _PARAM, "cpu_offload_param")),
+        ),
         precision=precision,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -245,7 +261,7 @@ def _precision(reading: _Reading) -> Precision:
     half, brain = get("fp16.enabled"), get("bf16.enabled")
     return Precision(
         dtype=torch.float16 if half else torch.bfloat16 if brain else torch.float32,
-        grad_dtype=get("data_types.grad_accum_dtype"),
+        grad_dtype=torch.bfloat16 if get(_MASTERS) else get("data_types.grad_accum_dtype"),
         auto_cast=half and get("fp16.auto_cast"),
         loss_scale=get("fp16.loss_scale") or None,
         initial_loss_scale=float(2 ** get("fp16.initial_scale_power")),
@@ -311,7 +327,38 @@ def _rules(
     if stage and optimizer is not None and optimizer.whole_tensors:
         told = f"{optimizer.type} needs whole tensors, and zero_optimization.stage {stage} gives it slices"
         yield "optimizer.type", f"{told}; use stage 0, or an element-wise optimizer such as AdamW"
+    yield from _offload(reading)
     yield from _groups(reading, world_size)
+
+
+def _tier(reading: _Reading, path: str, older: str) -> str:
+    """The device at ``path``, or what the boolean key of older files says."""
+    return "cpu" if reading.get(f"zero_optimization.{older}") else reading.get(f"{path}.device")
+
+
+def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
+    """Rules of what is kept off the device."""
+    get, stage = reading.get, reading.get("zero_optimization.stage")
+    state, parameters = _tier(reading, _STATE, "cpu_offload"), _tier(reading, _PARAM, "cpu_offload_param")
+    if state != "none" and stage < 1:
+        yield f"{_STATE}.device", f"{state} needs zero_optimization.stage 1, 2 or 3; on one process they cut nothing"
+    if state == "nvme" and get(f"{_STATE}.nvme_path") is None:
+        yield f"{_STATE}.nvme_path", f"is missing, and {_STATE}.device is nvme; give a directory on a fast local disk"
+    if state == "nvme" and get("checkpoint.async_save"):
+        told = f"would copy to host memory what {_STATE}.device nvme keeps out of it"
+        yield "checkpoint.async_save", f"{told}; leave out one of the two"
+    for path in (_MOMENTS, _MASTERS):
+        if get(path) and (state == "none" or not get("bf16.enabled")):
+            yield path, f"goes with {_STATE}.device cpu or nvme and bf16.enabled: on the device the state is float32"
+    if parameters != "none" and stage < 3:
+        yield f"{_PARAM}.device", f"{parameters} needs zero_optimization.stage 3, which alone cuts parameters"
+    if parameters == "nvme":
+        yield f"{_PARAM}.device", "nvme: megazero keeps parameters in host memory at the farthest; use cpu"
+    if parameters != "none" and get("zero_optimization.zero_hpz_partition_size") > 1:
+        yield (
+            "zero_optimization.zero_hpz_partition_size",
+            f"keeps a second copy on the devices of what {_PARAM}.device keeps off them; leave out one",
+        )
 
 
 def _groups(reading: _Reading, world_size: int) -> Iterator[tuple[str, str]]:

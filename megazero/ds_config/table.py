@@ -61,9 +61,9 @@ def _section(prefix: str, *keys: Key) -> Iterator[Key]:
 
 
 _COUNT, _SIZE, _ANY_NUMBER = integer(1), integer(0), number()
-_OFFLOAD = "offload to host memory or NVMe, which is to come"
-_FOR_OFFLOAD = "belongs to offload"
-_FOR_NVME = "tunes NVMe, which belongs to offload"
+_TIER = choice("none", "cpu", "nvme")
+_FOR_NVME = "files are read and written in whole pieces, by threads of their own"
+_FOR_PARAM_NVME = "belongs to parameters on NVMe"
 _PIPELINE = "megazero pipelines its own GPT: parallel.pp of pretrain/gpt.py"
 
 _BATCH = (
@@ -93,7 +93,7 @@ _STEP = (
         False,
         "take an optimizer object above stage 0 though nobody here knows whether it is element-wise",
     ),
-    _idle("zero_force_ds_cpu_optimizer", BOOLEAN, True, _FOR_OFFLOAD),
+    _idle("zero_force_ds_cpu_optimizer", BOOLEAN, True, "any optimizer runs on the host; Adam and AdamW overlapped"),
     _used("seed", integer(0), None, "of the order of `training_data`; absent: torch's"),
 )
 
@@ -112,29 +112,26 @@ _ZERO = _section(
         "mics_shard_size", integer(-1), -1, "processes that share one set of shards, replicated over the rest; -1: all"
     ),
     _used("zero_hpz_partition_size", _SIZE, 1, "processes of a node that hold a second copy for backward; 1: none"),
-    _lacks("offload_optimizer.device", choice("none", "cpu", "nvme"), "none", _OFFLOAD),
-    _lacks("offload_param.device", choice("none", "cpu", "nvme"), "none", _OFFLOAD),
-    *(
-        _idle(f"offload_{what}.{name}", kind, default, _FOR_OFFLOAD)
-        for what, own in (
-            ("optimizer", (("pipeline_read", BOOLEAN, False), ("pipeline_write", BOOLEAN, False))),
-            ("param", (("buffer_size", _SIZE, 100_000_000), ("max_in_cpu", _SIZE, 1_000_000_000))),
-        )
-        for name, kind, default in (
-            ("nvme_path", TEXT, None),
-            ("buffer_count", _SIZE, 5 if what == "param" else 4),
-            ("pin_memory", BOOLEAN, True),
-            *own,
-        )
-    ),
-    _idle("offload_optimizer.fast_init", BOOLEAN, False, _FOR_OFFLOAD),
-    _idle("offload_optimizer.ratio", number(0, 1), 1.0, _FOR_OFFLOAD),
-    _idle("offload_optimizer.super_offload", BOOLEAN, False, _FOR_OFFLOAD),
-    _idle("offload_optimizer.cpuadam_cores_perc", number(0, 1), 0.8, _FOR_OFFLOAD),
-    _lacks("cpu_offload", BOOLEAN, False, _OFFLOAD),
-    _lacks("cpu_offload_param", BOOLEAN, False, _OFFLOAD),
-    _idle("cpu_offload_use_pin_memory", BOOLEAN, None, _FOR_OFFLOAD),
-    _idle("sub_group_size", _SIZE, 1_000_000_000, _FOR_OFFLOAD),
+    _used("offload_optimizer.device", _TIER, "none", "where float32 masters and moments are: see offload.md"),
+    _used("offload_optimizer.ratio", number(0, 1), 1.0, "share of them that is not on the device, in whole blocks"),
+    _used("offload_optimizer.nvme_path", TEXT, None, "directory of their files"),
+    _used("offload_optimizer.pin_memory", BOOLEAN, True, "pinned host memory; DeepSpeed's default is false"),
+    _used("offload_optimizer.buffer_count", integer(2), 4, "pieces of an update that are on their way at once"),
+    _used("offload_optimizer.pipeline_read", BOOLEAN, True, "read ahead of the update; DeepSpeed's default is false"),
+    _used("offload_optimizer.pipeline_write", BOOLEAN, True, "write beside the update; DeepSpeed's default is false"),
+    _idle("offload_optimizer.fast_init", BOOLEAN, False, "files are made without being written"),
+    _idle("offload_optimizer.super_offload", BOOLEAN, False, "copies and updates always overlap"),
+    _idle("offload_optimizer.cpuadam_cores_perc", number(0, 1), 0.8, "a machine's processes share out all its cores"),
+    _used("offload_param.device", _TIER, "none", "where parameters cut by stage 3 are: none or cpu"),
+    _used("offload_param.pin_memory", BOOLEAN, True, "pinned host memory; DeepSpeed's default is false"),
+    _idle("offload_param.nvme_path", TEXT, None, _FOR_PARAM_NVME),
+    _idle("offload_param.buffer_count", _SIZE, 5, _FOR_PARAM_NVME),
+    _idle("offload_param.buffer_size", _SIZE, 100_000_000, _FOR_PARAM_NVME),
+    _idle("offload_param.max_in_cpu", _SIZE, 1_000_000_000, _FOR_PARAM_NVME),
+    _used("cpu_offload", BOOLEAN, False, "an older name of offload_optimizer.device cpu"),
+    _used("cpu_offload_param", BOOLEAN, False, "an older name of offload_param.device cpu"),
+    _idle("cpu_offload_use_pin_memory", BOOLEAN, None, "see offload_optimizer.pin_memory"),
+    _idle("sub_group_size", _SIZE, 1_000_000_000, "the update goes in pieces that stay in the cores' caches"),
     _lacks("zero_quantized_weights", BOOLEAN, False, "quantised gathering (ZeRO++)"),
     _lacks("zero_quantized_nontrainable_weights", BOOLEAN, False, "quantised frozen weights (ZeRO++)"),
     _lacks("zero_quantized_gradients", BOOLEAN, False, "quantised reduction (ZeRO++)"),
@@ -164,7 +161,7 @@ _ZERO = _section(
     _idle("override_module_apply", BOOLEAN, True, "`GatheredParameters` gives whole weights"),
     _idle("log_trace_cache_warnings", BOOLEAN, False, "there is no trace to go stale"),
     _idle("enable_sanity_checks", BOOLEAN, False, "a parameter's state is checked at each use"),
-    _idle("save_muon_momentum_buffer_in_memory", BOOLEAN, False, _FOR_NVME),
+    _idle("save_muon_momentum_buffer_in_memory", BOOLEAN, False, "belongs to optimizers of whole tensors on NVMe"),
 )
 
 _PRECISION = (
@@ -185,8 +182,13 @@ _PRECISION = (
         _used("enabled", BOOLEAN, False, "parameters and activations in bfloat16, masters in float32"),
         _idle("immediate_grad_update", BOOLEAN, False, "gradients accumulate as they come"),
         _idle("check_grad_overflow", BOOLEAN, True, "every step is checked, whatever the precision"),
-        _lacks("bf16_master_weights_and_grads", BOOLEAN, False, "16-bit masters"),
-        _lacks("bf16_optimizer_states", BOOLEAN, False, "16-bit moments"),
+        _used(
+            "bf16_master_weights_and_grads",
+            BOOLEAN,
+            False,
+            "with offload_optimizer: no masters but the bfloat16 parameters, rounded at random; gradients in bfloat16",
+        ),
+        _used("bf16_optimizer_states", BOOLEAN, False, "with offload_optimizer: bfloat16 moments, rounded at random"),
     ),
     *_section(
         "data_types",
@@ -284,7 +286,12 @@ _CHECKPOINT = (
         _idle("contiguous_memory_optimization", BOOLEAN, False, "torch's allocator does it"),
         _idle("number_checkpoints", _COUNT, None, "belongs to contiguous_memory_optimization"),
         _idle("synchronize_checkpoint_boundary", BOOLEAN, False, "nothing to wait for"),
-        _lacks("cpu_checkpointing", BOOLEAN, False, "activations in host memory"),
+        _lacks(
+            "cpu_checkpointing",
+            BOOLEAN,
+            False,
+            "activations of other models in host memory; pretrain/gpt.py has train.offload_activations",
+        ),
         _lacks("profile", BOOLEAN, False, "timing of recomputation"),
     ),
 )

@@ -8,6 +8,31 @@ from typing import Any
 
 import torch
 
+from megazero.zero.offload.settings import Offload
+
+
+@dataclass(frozen=True)
+class OffloadOptimizer:
+    """As config_tree.OffloadOptimizerSection; what DeepSpeed has no key for is as it is there."""
+
+    device: str
+    ratio: float
+    nvme_path: str | None
+    pin_memory: bool
+    buffer_count: int
+    pipeline_read: bool
+    pipeline_write: bool
+    moments: str = "fp32"
+    masters: str = "fp32"
+    buffer_size: int = Offload.buffer_size
+    threads: int = Offload.threads
+
+
+@dataclass(frozen=True)
+class OffloadParam:
+    device: str
+    pin_memory: bool
+
 
 @dataclass(frozen=True)
 class Zero:
@@ -24,6 +49,8 @@ class Zero:
     stage3_gather_16bit_weights_on_model_save: bool
     mics_shard_size: int
     zero_hpz_partition_size: int
+    offload_optimizer: OffloadOptimizer
+    offload_param: OffloadParam
 
 
 @dataclass(frozen=True)

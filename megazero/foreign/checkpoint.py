@@ -349,7 +349,7 @@ def _reader(checkpoint: Checkpoint, block: Block) -> Reader:
     """Values from the checkpoint; of parameters that it does not have, those that are there."""
     base = block.owned[0]
     kept = {
-        (piece.name, box): block.master[at - base : at - base + box.numel].clone()
+        (piece.name, box): block.owned_state("weight")[at - base : at - base + box.numel].clone()
         for at, piece, box in block.layout.boxes(*block.owned)
         if piece.name not in checkpoint.parameters
     }

@@ -161,6 +161,8 @@ class ZeroEngine(WeightExport, nn.Module):
             self.micro_steps += 1
         if boundary:
             self._report()
+            if self.sharded.tier is not None and (advice := self.sharded.tier.advice()) is not None:
+                self.reports.say(advice)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.sharded.finish_gradients()
@@ -424,6 +426,7 @@ class ZeroEngine(WeightExport, nn.Module):
         if not self._destroyed:
             self._destroyed = True
             release_module(self.sharded)
+        self.sharded.close()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
         """What ``to``, ``half`` and the like come to. Parameters stay in their buffers, so nothing may change."""

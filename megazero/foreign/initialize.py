@@ -25,6 +25,7 @@ from megazero.foreign.reports import Reports
 from megazero.foreign.units import foreign_units
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.layout import Layout
+from megazero.planner.memory import describe_host
 from megazero.topology import Topology
 from megazero.zero.groups import DataParallel, data_parallel
 from megazero.zero.guard import Guard
@@ -92,6 +93,8 @@ def initialize(
     settle_model(sharded, engine)
     engine.lr_scheduler, more = choose_scheduler(ds, lr_scheduler, engine.optimizer)
     engine.training_dataloader = loader
+    if sharded.tier is not None:
+        more = [*more, *sharded.tier.notes(), describe_host(sharded.tier.planned)]
     for message in (*messages, *more):
         reports.say(message)
     reports.start()

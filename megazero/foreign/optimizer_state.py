@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megazero.errors import CheckpointError
 from megazero.foreign.optimizer import Part, ShardOptimizer
 from megazero.foreign.plain_values import decode, encode
 from megazero.sharding import Piece, Rectangle
+from megazero.zero.offload.store import MOMENTS
 
 # Of a group: what it holds, and how torch is to compute the update here.
 _NOT_SAVED = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
@@ -22,9 +23,12 @@ _SAME = {"AdamW": "Adam", "FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam"}
 _WHOLE = "optimizer/"
 
 
-def chunk_parts(kind: str, piece: Piece, box: Rectangle, values: torch.Tensor) -> Iterator[ChunkData]:
-    """Values of the box, of any dtype, as chunks. Those that float32 cannot hold: CheckpointError."""
-    if values.dtype == torch.float32:
+def chunk_parts(
+    kind: str, piece: Piece, box: Rectangle, values: torch.Tensor | Callable[[], torch.Tensor]
+) -> Iterator[ChunkData]:
+    """Values of the box, of any dtype, or what reads float32 ones, as chunks. Those that float32 cannot hold:
+    CheckpointError."""
+    if not isinstance(values, torch.Tensor) or values.dtype == torch.float32:
         yield ChunkData(kind, piece.name, box, piece.global_shape, values)
         return
     for run in row_runs(box):
@@ -47,6 +51,11 @@ def optimizer_chunks(optimizer: ShardOptimizer) -> Iterator[ChunkData]:
     for part in optimizer.all:
         shard = part.block.shard
         low, high = max(part.start(), shard[0]), min(_end(part), shard[1])
+        if part.block.store is not None:  # read chunk by chunk as they are written
+            for name in MOMENTS if optimizer.optimizer.state.get(part.parameter) else ():
+                for piece, box, values in part.block.chunks(name, low, high):
+                    yield ChunkData(name, piece.name, box, piece.global_shape, values)
+            continue
         for name, value in _state_of(optimizer, part).items():
             if _is_elementwise(value, part):
                 flat, base = value.reshape(-1), part.start()
@@ -153,7 +162,7 @@ def load_optimizer(
                     kind, _, name = key.removeprefix(_WHOLE).partition("/")
                     if name == _name(part):
                         state[kind] = value.to(part.parameter.device)
-            optimizer.optimizer.state[part.parameter] = state
+            optimizer.set_state(part, state)
 
 
 def _read(checkpoint: Checkpoint, kind: str, part: Part, dtype: torch.dtype) -> torch.Tensor | None:
@@ -185,7 +194,7 @@ def _common(saved: Any, device: torch.device) -> Any:
 
 
 def _state_of(optimizer: ShardOptimizer, part: Part) -> Mapping[str, Any]:
-    return optimizer.optimizer.state.get(part.parameter, {})
+    return optimizer.state_of(part)
 
 
 def _end(part: Part) -> int:

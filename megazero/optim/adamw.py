@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megazero.optim.host_adamw import HostAdam, Options, Target
 from megazero.zero.block import Block
 from megazero.zero.sharded import ShardedModel
 
@@ -22,8 +23,9 @@ class AdamW:
         self.decay = {"decay": weight_decay, "no_decay": 0.0}
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         for block in sharded.trained:
-            for moment in ("exp_avg", "exp_avg_sq"):
-                block.optimizer_state[moment] = torch.zeros_like(block.master)
+            for moment in ("exp_avg", "exp_avg_sq") if block.store is None else ():
+                block.optimizer_state[moment] = block.new_state()
+        self._host = HostAdam(sharded.tier) if sharded.tier is not None else None
 
     @torch.no_grad()
     def step(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> None:
@@ -36,12 +38,35 @@ class AdamW:
         self.count += 1 - skip
         in_one_pass = self.count.is_cuda
         update = self._one_pass(lr, factor, skip) if in_one_pass else self._by_groups(lr, factor, skip)
+        on_host = self._on_host(lr, factor, skip)
         for bucket in self.sharded.update_buckets:
             blocks = [self.sharded.blocks[i] for i in bucket]
-            update(blocks)
+            here = [block for block in blocks if block.host_grad is None]
+            update(here)
+            for block in here:
+                block.updated(copied=in_one_pass and not block.values_leave)
             for block in blocks:
-                block.updated(copied=in_one_pass)
+                if block.host_grad is not None:
+                    on_host(block)
             self.sharded.gather_bucket(bucket)
+
+    def _on_host(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> Callable[[Block], None]:
+        """Lets the host update a block whose state is there."""
+        leaving = [block for block in self.sharded.trained if block.host_grad is not None]
+        for block in leaving:
+            block.before_update()
+        host = self._host
+        if host is None or not leaving:
+            return lambda block: None
+        scalars = host.send(factor.reciprocal(), skip, self.count, divides=True)
+        return lambda block: host.update(block, self._targets(block, lr), scalars)
+
+    def _targets(self, block: Block, lr: float) -> list[Target]:
+        base = block.owned[0]
+        return [
+            Target(start - base, end - base, Options(lr, self.betas, self.eps, self.decay[group]))
+            for group, (start, end) in block.layout.group_ranges(*block.owned).items()
+        ]
 
     def _one_pass(self, lr: float, factor: torch.Tensor, skip: torch.Tensor) -> Callable[[Sequence[Block]], None]:
         from megazero.optim.single_pass import adamw  # triton comes with torch's CUDA builds only
@@ -58,7 +83,7 @@ class AdamW:
             _, end = block.layout.group_ranges(*block.owned).get("decay", (0, block.owned[0]))
             adamw(
                 block.master,
-                None if block.master is block.values else block.values,
+                None if block.master is block.values or block.values_leave else block.values,
                 block.owned_grad(),
                 block.optimizer_state["exp_avg"],
                 block.optimizer_state["exp_avg_sq"],

@@ -15,6 +15,7 @@ from megazero.models import registry
 from megazero.models.config import ModelConfig
 from megazero.models.parts import attention_parts, mlp_parts
 from megazero.planner.model_state import BYTES
+from megazero.zero.offload.link import LEAVING
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,9 @@ def stage_activation_bytes(
     size, documents, recompute = sizes(config, model), config.data.reset_at_document, config.train.recompute
     stream = size.residual * kernel.element
     kept = layers * layer_bytes(model, size, kernel, recompute, documents)
+    if config.train.offload_activations:
+        # Some on their way out (zero.offload.link), two on their way back.
+        kept = min(layers, LEAVING + 2) * stream
     if recompute != "none" or keeps_residual(model, kernel):
         kept += stream
     else:  # only what the pipeline itself holds on to

@@ -69,6 +69,22 @@ class Efficiency(_Facts):
     )
 
 
+class Host(_Facts):
+    """One GPU's share of its machine's processors, memory and disks. The defaults are of a rented H200's machine: what
+    16 cores copy, what pinned memory gives over PCIe 5, one data-centre NVMe disk."""
+
+    memory: float = Field(
+        256 * GIB, gt=0, allow_inf_nan=False, description="bytes of host memory that one GPU's process may take"
+    )
+    bandwidth: float = Field(
+        91e9, gt=0, allow_inf_nan=False, description="bytes/s of host memory that one process's threads reach"
+    )
+    link: float = Field(
+        55e9, gt=0, allow_inf_nan=False, description="bytes/s between a GPU and pinned host memory, one direction"
+    )
+    disk: float = Field(3e9, gt=0, allow_inf_nan=False, description="bytes/s of one process's files, one direction")
+
+
 class Chip(_Facts):
     """A kind of GPU and the machines it comes in."""
 
@@ -81,6 +97,7 @@ class Chip(_Facts):
     node: Link = Field(description="between the GPUs of a machine")
     network: Link = Field(description="between machines, each GPU's share")
     efficiency: Efficiency = Field(default_factory=Efficiency, description="how much of these training reaches")
+    host: Host = Field(default_factory=Host, description="its share of the machine, for what is kept off the GPU")
 
     @property
     def node_rate(self) -> float:

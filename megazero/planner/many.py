@@ -15,6 +15,9 @@ from megazero.models.config import ModelConfig
 from megazero.planner.activations import kernels
 from megazero.planner.memory import StepMemory
 from megazero.planner.model_state import ModelState, StageBuffers, model_state, stage_buffers
+from megazero.planner.offload import block_shares
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import host_state
 
 
 class _Piece(NamedTuple):
@@ -83,23 +86,40 @@ class Memories:
         """(bytes of model state, rank) of the pipeline rank that has most: no peak is below it."""
         found = []
         for pp_rank in _unlike(counts, layout.pp):
-            state = self._state(self._key(config, layout, pp_rank), config, layout, sum(counts[pp_rank :: layout.pp]))
+            state = self._state(self._key(config, layout, pp_rank), config, layout, counts[pp_rank :: layout.pp])
             found.append((state.total, layout.rank(pp_rank, 0, 0)))
         return max(found)
 
     def of_pp_rank(self, config: Config, layout: Layout, counts: tuple[int, ...], pp_rank: int) -> Needs:
         """The memory of a pipeline rank's first rank. ``config`` has its partition written out."""
         key, chunks = self._key(config, layout, pp_rank), counts[pp_rank :: layout.pp]
-        if (key, chunks) not in self._buffers:
-            self._buffers[key, chunks] = self._piece(key, config, layout).repeated(chunks)
-        buffers, kernel = self._buffers[key, chunks], kernels(config, gpu=True)
+        buffers, kernel = self._repeated(key, config, layout, chunks), kernels(config, gpu=True)
         step = StepMemory(_shorter(config, layout), self.model, layout, pp_rank, kernel, buffers)
-        state = self._state(key, config, layout, sum(chunks))
+        state = self._state(key, config, layout, chunks)
         peak = state.total - step.gradients + max(map(sum, step.moments()))
         return Needs(peak, layout.rank(pp_rank, 0, 0), state)
 
-    def _state(self, key: tuple, config: Config, layout: Layout, layers: int) -> ModelState:
-        precision = kernels(config, gpu=True).precision
+    def host(self, config: Config, layout: Layout, counts: tuple[int, ...]) -> int:
+        """Bytes of host memory on the pipeline rank that needs most, its first rank."""
+        found, precision = [0], kernels(config, gpu=True).precision
+        for pp_rank in _unlike(counts, layout.pp) if Offload.of(config.zero).active else ():
+            buffers = self._repeated(self._key(config, layout, pp_rank), config, layout, counts[pp_rank :: layout.pp])
+            offload = Offload.of(config.zero)
+            shares = block_shares(buffers.all, config.zero.stage, precision, config.train.grad_dtype, offload)
+            found.append(host_state(shares, offload, gpu=True).memory)
+        return max(found)
+
+    def _repeated(self, key: tuple, config: Config, layout: Layout, chunks: tuple[int, ...]) -> StageBuffers:
+        if (key, chunks) not in self._buffers:
+            self._buffers[key, chunks] = self._piece(key, config, layout).repeated(chunks)
+        return self._buffers[key, chunks]
+
+    def _state(self, key: tuple, config: Config, layout: Layout, chunks: tuple[int, ...]) -> ModelState:
+        precision, layers = kernels(config, gpu=True).precision, sum(chunks)
+        if (offload := Offload.of(config.zero)).active:
+            buffers, grads = self._repeated(key, config, layout, chunks).all, config.train.grad_dtype
+            accumulates = config.micro_batches(layout.dp) > 1
+            return model_state(buffers, 0, config.zero.stage, precision, grads, offload, accumulates)
         settings = (key, config.zero.stage, precision, config.train.grad_dtype)
         if settings not in self._states:
             units, at = self._piece(key, config, layout)

@@ -25,14 +25,25 @@ from megazero.planner.buffers import (
     recomputed_bytes,
     unsharded_gradient_elements,
 )
-from megazero.planner.model_state import BYTES, Buffer, ModelState, StageBuffers, model_state, stage_buffers
+from megazero.planner.model_state import (
+    BYTES,
+    Buffer,
+    ModelState,
+    StageBuffers,
+    leaving_buffers,
+    model_state,
+    stage_buffers,
+)
+from megazero.planner.offload import block_shares
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import HostState, host_state
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on one rank. ``activations`` and ``buffers``: the most there is of each at any moment of a step; ``peak``:
     the most of everything at one moment, which is less than the sum. ``micro_batch``: activations of one micro-batch in
-    each of the rank's chunks."""
+    each of the rank's chunks. ``host``: what is kept off the device, where anything is."""
 
     rank: int
     state: ModelState
@@ -40,6 +51,7 @@ class RankMemory:
     buffers: int
     peak: int
     micro_batch: tuple[int, ...]
+    host: HostState | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,16 @@ class MemoryPlan:
         if state.padding > state.total / 100:
             parts.append(f"padding {amount(state.padding)}")
         parts += [f"activations ~{amount(fullest.activations)}", f"buffers ~{amount(fullest.buffers)}"]
-        return f"memory per {place}{where}: {', '.join(parts)}; at most ~{amount(fullest.peak)} at once"
+        line = f"memory per {place}{where}: {', '.join(parts)}; at most ~{amount(fullest.peak)} at once"
+        return line if fullest.host is None else f"{line}\n{describe_host(fullest.host)}"
+
+
+def describe_host(host: HostState) -> str:
+    """What a process keeps off its device."""
+    kinds = {"parameters": host.parameters, "gradients": host.gradients, "masters and moments": host.state}
+    parts = [f"{kind} {amount(size)}" for kind, size in kinds.items() if size]
+    files = f"; in files: masters and moments {amount(host.files)}" if host.files else ""
+    return f"in host memory per process: {', '.join([*parts, f'buffers {amount(host.buffers)}'])}{files}"
 
 
 def amount(count: float) -> str:
@@ -96,7 +117,11 @@ def rank_memory(config: Config, model: ModelConfig, layout: Layout, rank: int, *
     coordinates, zero = layout.coordinates(rank), config.zero
     kernel = kernels(config, gpu)
     buffers = stage_buffers(config, model, layout, rank)
-    state = model_state(buffers.all, coordinates["dp"], zero.stage, kernel.precision, config.train.grad_dtype)
+    precision, grads, offload = kernel.precision, config.train.grad_dtype, Offload.of(zero)
+    accumulates = config.micro_batches(layout.dp) > 1
+    state = model_state(buffers.all, coordinates["dp"], zero.stage, precision, grads, offload, accumulates)
+    shares = block_shares(buffers.all, zero.stage, precision, grads, offload)
+    host = host_state(shares, offload, gpu) if offload.active else None
     step = StepMemory(config, model, layout, coordinates["pp"], kernel, buffers)
     moments = list(step.moments())
     return RankMemory(
@@ -106,6 +131,7 @@ def rank_memory(config: Config, model: ModelConfig, layout: Layout, rank: int, *
         max(moment.buffers for moment in moments),
         state.total - step.gradients + max(map(sum, moments)),
         tuple(step.activations),
+        host,
     )
 
 
@@ -138,6 +164,9 @@ class StepMemory:
         ]
         splits = config.schedule == "zero_bubble"
         self.deferred = len(chunks[0]) * deferred_bytes(self.size, kernel) if splits else 0
+        self.offload = Offload.of(config.zero)
+        self._leaving = {id(buffers.all[i]) for i in leaving_buffers(buffers.all, self.offload)}
+        self._accumulates = config.micro_batches(layout.dp) > 1
         self.gradients = self._gradients(buffers.all)
         forwards = list(self._forwards(layout.pp, rank, config.micro_batches(layout.dp)))
         self.most_activations = max(kept for kept, _ in forwards)
@@ -170,6 +199,8 @@ class StepMemory:
 
     def _gradients(self, buffers: Sequence[Buffer]) -> int:
         cut = self.config.zero.stage >= 2
+        if cut or not self._accumulates:  # what leaves goes one by one
+            buffers = [buffer for buffer in buffers if id(buffer) not in self._leaving]
         elements = sum(layout.numel // (layout.shards if cut else 1) for layout, _ in buffers)
         return elements * BYTES[self.config.train.grad_dtype]
 
@@ -204,12 +235,16 @@ class StepMemory:
 
     def _unsharded(self) -> int:
         """Whole gradients that are yet to be cut into slices; in a first backward their slices are not there yet."""
-        if self.config.zero.stage < 2:
+        stage, shards = self.config.zero.stage, self.buffers.all[0].layout.shards
+        if stage < 2 and (self._accumulates or not self._leaving):
             return 0
         limit = self.config.zero.reduce_bucket_size
         whole = max(unsharded_gradient_elements(self.buffers.of_chunk(chunk), limit) for chunk in self.chunks)
-        if not self.before:
-            whole -= whole // self.buffers.all[0].layout.shards
+        if self._leaving:
+            # Three on their way out (zero.offload.link), two of what was there on its way back to be added to.
+            whole += whole // 2 // shards * (5 if self._accumulates else 3)
+        elif not self.before:
+            whole -= whole // shards
         return whole * BYTES[self.config.train.grad_dtype]
 
     def _update(self) -> int:

@@ -18,8 +18,11 @@ from megazero.models.config import ModelConfig
 from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.zero.blocks import decoder_units
 from megazero.zero.flat import FlatLayout
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import leaving_blocks
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ON_DEVICE = Offload()
 
 
 def optimizer_bytes(precision: str) -> int:
@@ -107,17 +110,41 @@ def stage_buffers(config: Config, model: ModelConfig, layout: Layout, rank: int)
     return StageBuffers(buffers, uses, tuple(unit.chunk for unit in units))
 
 
+def leaving_buffers(buffers: Sequence[Buffer], offload: Offload) -> set[int]:
+    """Indices of those whose float32 state is kept off the device."""
+    return leaving_blocks([buffer.layout.numel for buffer in buffers], offload)
+
+
+def values_leave(buffer: Buffer, stage: int, offload: Offload) -> bool:
+    """Whether its parameters are kept off the device."""
+    return offload.parameters != "none" and stage >= 3 and not buffer.persistent
+
+
 def model_state(
-    buffers: Sequence[Buffer], dp_rank: int, stage: int, precision: str, grad_dtype: str = "fp32"
+    buffers: Sequence[Buffer],
+    dp_rank: int,
+    stage: int,
+    precision: str,
+    grad_dtype: str = "fp32",
+    offload: Offload = ON_DEVICE,
+    accumulates: bool = True,
 ) -> ModelState:
-    """What a rank at place ``dp_rank`` along dp holds of ``buffers`` at ZeRO ``stage``, exactly."""
-    moments = optimizer_bytes(precision) - 8, 4, 4
+    """What a rank at place ``dp_rank`` along dp holds of ``buffers`` on its device at ZeRO ``stage``, exactly.
+
+    ``accumulates``: a step has several micro-batches. What leaves for the host is not counted; its gradients are there
+    together only where several micro-batches' are added up whole, which is at stage 1.
+    """
     held = [0] * 5
     padding = 0
-    for layout, persistent in buffers:
+    leaving = leaving_buffers(buffers, offload)
+    for index, buffer in enumerate(buffers):
+        layout, persistent = buffer
+        away, leaves = values_leave(buffer, stage, offload), index in leaving
+        # In float32 the parameter is its own master, where both are in the same place.
+        moments = (0, 0, 0) if leaves else (4 if away else optimizer_bytes(precision) - 8, 4, 4)
         kinds = [
-            (BYTES[precision], stage >= 3 and not persistent),
-            (BYTES[grad_dtype], stage >= 2),
+            (0 if away else BYTES[precision], stage >= 3 and not persistent),
+            (0 if leaves and not (stage < 2 and accumulates) else BYTES[grad_dtype], stage >= 2),
             *((size, stage >= 1) for size in moments),
         ]
         for kind, (size, cut) in enumerate(kinds):

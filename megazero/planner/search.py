@@ -22,6 +22,7 @@ from megazero.planner.many import Memories
 from megazero.planner.memory import RankMemory, rank_memory
 from megazero.planner.step_time import StepModel, StepTime, balanced_counts
 from megazero.planner.traffic import check_planned
+from megazero.zero.offload.settings import Offload
 
 RECOMPUTE = ("none", "selective", "full")
 LARGEST_MICRO_BATCH = 64
@@ -95,6 +96,7 @@ def search(base: Config, gpus: int, chip: Chip, top: int = 5) -> Search:
 
     Raises ConfigError where the settings are wrong under every layout.
     """
+    base = with_stage(base, least_stage(base))
     check_planned(base)
     if found := base.problems():
         raise ConfigError(found)
@@ -113,12 +115,22 @@ def search(base: Config, gpus: int, chip: Chip, top: int = 5) -> Search:
     return Search(plans, len(searching.fits), searching.rejected)
 
 
+def least_stage(config: Config) -> int:
+    """The lowest ZeRO stage that what is kept off the devices needs."""
+    offload = Offload.of(config.zero)
+    return 3 if offload.parameters != "none" else 1 if offload.optimizer != "none" else 0
+
+
+def with_stage(config: Config, stage: int) -> Config:
+    return config.model_copy(update={"zero": config.zero.model_copy(update={"stage": stage})})
+
+
 class _Searching:
     def __init__(self, base: Config, gpus: int, chip: Chip) -> None:
         self.base, self.gpus, self.chip = base, gpus, chip
         self.model = base.model.architecture
         self.machine, self.memories = Machine(chip), Memories(self.model)
-        self.usable = chip.usable_memory()
+        self.usable, self.least = chip.usable_memory(), least_stage(base)
         self.fits: list[_Fit] = []
         self.rejected: list[Rejection] = []
 
@@ -130,7 +142,7 @@ class _Searching:
             for pp in divisors(self.gpus // tp):
                 if pp > self.model.num_layers:
                     break
-                shape = Choice(tp, pp, 1, self.gpus // (tp * pp), 1, 1, "none")
+                shape = Choice(tp, pp, 1, self.gpus // (tp * pp), max(1, self.least), 1, "none")
                 if not self._breaks_rules(shape):
                     yield from (shape._replace(virtual=virtual) for virtual in self._virtual(pp))
 
@@ -143,7 +155,8 @@ class _Searching:
     def climb(self, shape: Choice) -> None:
         """Keep the choices of this shape that fit and have no lower one that does, by micro-batch size. What does not
         fit does not fit with larger micro-batches either, and is not asked again."""
-        stages, samples = (1, 2, 3) if shape.dp > 1 else (0,), self.base.train.global_batch_size // shape.dp
+        samples = self.base.train.global_batch_size // shape.dp
+        stages = [stage for stage in (1, 2, 3) if stage >= self.least] if shape.dp > 1 or self.least else [0]
         too_much: set[tuple[str, int]] = set()
         for micro_batch in (size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0):
             lowest = 4
@@ -178,6 +191,11 @@ class _Searching:
         needs = self.memories.fullest(config, layout, counts)
         if needs.peak > self.usable:
             self._reject(choice, needs.rank, needs.peak, "it needs")
+            return False
+        host, room = self.memories.host(config, layout, counts), self.chip.host.memory
+        if host > room:
+            reason = f"its share of host memory is {room / 1e9:.1f} GB, and it needs {host / 1e9:.1f} GB"
+            self.rejected.append(Rejection(choice, "host memory", reason, host - room))
             return False
         step = StepModel(config, layout, self.machine)
         self.fits.append(_Fit(step.at_least(), choice, needs.rank, config, step))

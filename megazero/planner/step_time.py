@@ -29,6 +29,7 @@ from megazero.planner.compute import (
     update_seconds,
 )
 from megazero.planner.model_state import BYTES
+from megazero.planner.offload import host_seconds
 from megazero.planner.practice import MEGAZERO, Practice
 from megazero.planner.traffic import (
     Collective,
@@ -38,12 +39,15 @@ from megazero.planner.traffic import (
     layer_collectives,
     leave_region,
 )
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import leaving_blocks
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step, and of what they consist on the pipeline rank that ends last. ``tensor_parallel`` and
-    ``data_parallel``: collectives that nothing hides; ``pipeline``: waiting for other stages."""
+    ``data_parallel``: collectives that nothing hides; ``pipeline``: waiting for other stages; ``offload``: for what is
+    kept off the device."""
 
     seconds: float
     compute: float
@@ -51,6 +55,7 @@ class StepTime:
     pipeline: float
     data_parallel: float
     optimizer: float
+    offload: float = 0.0
 
 
 class Network:
@@ -125,8 +130,13 @@ class _Stage:
         self.exposed = total(chunk.exposed for chunk in chunks)
         self.whole = self.compute + self.exposed
         share = step.layout.dp if step.config.zero.stage >= 1 else 1
-        self.update = update_seconds(step.machine, sum(self.units) // share, step.grad_bytes)
-        self.added = self._per_micro_batch()
+        offload, elements = Offload.of(step.config.zero), sum(self.units)
+        leaving = sum(self.units[i] for i in leaving_blocks(self.units, offload))
+        self.update = update_seconds(step.machine, (elements - leaving) // share, step.grad_bytes)
+        fetched = elements // share if offload.parameters != "none" else 0
+        self.host = host_seconds(step.config, leaving // share, fetched, "bf16", step.machine.chip.host)
+        self.on_link = self._on_link()
+        self.added = self._per_micro_batch() + self.on_link
         self.start, self.tail = self._at_start(), self._at_end()
 
     def _reduce(self, units: Sequence[int]) -> float:
@@ -159,6 +169,25 @@ class _Stage:
             gather = lasts = 0.0
         backward = min(gather + reduce, lasts + max(0.0, gather - lasts + reduce - self.whole.backward))
         return Pass(forward, backward + slows * (gather + reduce - backward))
+
+    def _on_link(self) -> Pass:
+        """What every forward and backward waits for the link to host memory: parameters come in both, and where
+        gradients are cut, those of every micro-batch leave, and those before it come back to be added to."""
+        host, several = self.host, self.step.micro_batches > 1
+        gradients = host.gradients if self.step.config.zero.stage >= 2 and several else 0.0
+        return Pass(
+            max(0.0, host.parameters - self.whole.forward),
+            max(0.0, host.parameters + gradients - self.whole.backward),
+        )
+
+    @property
+    def exposed_update(self) -> float:
+        """What of the host's update the forward that follows does not hide; before it, the last bucket's way out."""
+        if not self.host.exposable:
+            return 0.0
+        last, units = self.units[0] / sum(self.units), len(self.units)
+        hidden = self.whole.forward * (1 - 1 / units)
+        return last * self.host.gradients + max(self.host.exposable / units, self.host.exposable - hidden)
 
     def _at_end(self) -> float:
         """What is exposed of the step's last reduction: its last bucket, and what backward has no time for."""
@@ -286,14 +315,16 @@ class StepModel:
         ends, stages = self.ends(), self.stages
         last = max(range(len(ends)), key=lambda rank: ends[rank] + stages[rank].tail)
         update, start = max(stage.update for stage in stages), max(stage.start for stage in stages)
+        offload = max(stage.exposed_update for stage in stages)
         stage, count = stages[last], self.micro_batches
         return StepTime(
-            seconds=start + ends[last] + stage.tail + update,
+            seconds=start + ends[last] + stage.tail + update + offload,
             compute=count * sum(stage.compute),
             tensor_parallel=count * sum(stage.exposed),
             pipeline=ends[last] - self.busy(last),
-            data_parallel=start + stage.tail + count * sum(stage.added),
+            data_parallel=start + stage.tail + count * (sum(stage.added) - sum(stage.on_link)),
             optimizer=update,
+            offload=offload + count * sum(stage.on_link),
         )
 
     def at_least(self) -> float:
@@ -304,7 +335,7 @@ class StepModel:
         for rank, stage in enumerate(self.stages):
             longest = max(longest, self.busy(rank) + fill + (self.stages[0].tail if rank == 0 else 0.0))
             fill += sum(stage.chunks[0].whole) + 2 * hop
-        return max(s.start for s in self.stages) + longest + max(s.update for s in self.stages)
+        return max(s.start for s in self.stages) + longest + max(s.update + s.exposed_update for s in self.stages)
 
 
 _PERIOD = 8  # micro-batches, but a multiple of the number of ranks, after which a schedule repeats itself

@@ -44,13 +44,15 @@ class Replicas:
         self._topology = topology
         data = sharded.groups.whole if not sharded.sharding.state else sharded.groups.replicate
         self._data = data if data.size > 1 else None
-        self._parts = [part for block in sharded.trained for part in _parts(block, topology.layout.tp)]
+        # What is kept off the device is left out: it would be read there for this alone.
+        here = [block for block in sharded.trained if block.host_grad is None]
+        self._parts = [part for block in here for part in _parts(block, topology.layout.tp)]
         self._tensor = [part for part in self._parts if part.is_shared]
 
     def difference(self) -> str | None:
         """What differs between which ranks, the same text on every rank; None where nothing does."""
         groups = []
-        if self._data is not None:
+        if self._data is not None and self._parts:
             groups.append((self._data.group, self._parts))
         if self._tensor:
             groups.append((self._topology.group("tp"), self._tensor))

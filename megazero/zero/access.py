@@ -25,7 +25,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     start, end = _range(home, param)
     (low, high), base = _cut(start, end, home.block.owned), home.block.owned[0]
     whole = torch.zeros(end - start, dtype=torch.float32, device=home.sharded.device)
-    whole[low - start : high - start] = home.block.master[low - base : high - base]
+    whole[low - start : high - start] = home.block.owned_state("weight")[low - base : high - base]
     return _assembled(home, whole).view(param.shape)
 
 
@@ -38,11 +38,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     start, end = _range(home, param)
     low, high = _cut(start, end, block.owned)
     own = value[low - start : high - start]
+    block.settle()
     if not block.sharding.parameters or block.is_whole:
         block.use()
         block.views[block.index_of(param)].copy_(value.view(param.shape))
     block.values[low - base : high - base] = own
-    block.master[low - base : high - base] = own
+    block.write_state("weight", low - base, own)
 
 
 @torch.no_grad()
@@ -86,7 +87,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         )
     value = _shared(home, param, value)
     for low, high, state, at in _states(home, start, end):
-        state[optim_state_key].view(-1)[at : at + high - low] = value[low - start : high - start]
+        own = value[low - start : high - start]
+        if home.block.store is None:
+            state[optim_state_key].view(-1)[at : at + high - low] = own
+        else:
+            home.block.write_state(optim_state_key, low - home.block.owned[0], own)
 
 
 def _read_state(home: InEngine, param: nn.Parameter, key: str) -> tuple[torch.Tensor | None, bool]:
@@ -167,7 +172,7 @@ def _states(home: InEngine, start: int, end: int) -> Iterator[tuple[int, int, di
             first = part.start()
             low, high = _cut(start, end, (first, first + part.parameter.numel()))
             if low < high:
-                yield low, high, shards.optimizer.state.get(part.parameter, {}), low - first
+                yield low, high, shards.state_of(part), low - first
 
 
 def _known(home: InEngine) -> str:

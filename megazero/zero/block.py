@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +16,10 @@ from megazero.errors import MegazeroError
 from megazero.sharding import Piece, Rectangle
 from megazero.zero.flat import FlatLayout
 from megazero.zero.guard import Guard, placeholder, set_class
+from megazero.zero.offload.gradients import HostGradient
+from megazero.zero.offload.link import Arrival
+from megazero.zero.offload.store import Store
+from megazero.zero.offload.tier import Tier
 
 Reader = Callable[[str, tuple[int, ...], Rectangle], torch.Tensor]
 """(global name, global shape, box) → float32 values of the box."""
@@ -59,7 +65,9 @@ class Block:
     where the optimizer state is not sharded. ``shard``: its slice, in either case. ``trainable``: its parameters have
     gradients and optimizer state. ``optimizer_state``: what the optimizer keeps of the owned range, by name. ``guard``:
     the classes of its parameters while they are not whole. ``holders``: how many GatheredParameters keep it whole;
-    ``lent``: it is whole for their sake alone.
+    ``lent``: it is whole for their sake alone. ``host_grad``: where the float32 state is kept off the device, the
+    reduced gradient beside it; else None. ``store``: that state where it is not float32 tensors, which ``master`` and
+    ``optimizer_state`` then are not.
     """
 
     def __init__(
@@ -73,7 +81,10 @@ class Block:
         device: torch.device,
         trainable: bool = True,
         guard: Guard | None = None,
+        tier: Tier | None = None,
+        state_leaves: bool = False,
     ) -> None:
+        """``tier``: what is kept off the device, where anything is. ``state_leaves``: this block's float32 state is."""
         self.layout, self.sharding = layout, sharding
         self.shard = layout.shard(rank)
         self.owned = self.shard if sharding.state else (0, layout.numel)
@@ -82,9 +93,21 @@ class Block:
         owned = self.flat[slice(*self.owned)]
         # The owned values in the parameters' dtype: where parameters are cut, all that stays of them.
         self.values = owned.clone() if sharding.parameters else owned
-        # In float32 the parameter is its own master.
-        keeps_master = trainable and dtype != torch.float32
-        self.master = torch.zeros_like(owned, dtype=torch.float32) if keeps_master else self.values
+        self.values_leave = tier is not None and tier.settings.parameters != "none" and sharding.parameters
+        if tier is not None and self.values_leave:
+            self.values = tier.memory.empty(owned.numel(), dtype, pin=tier.settings.pin_parameters)
+        self._tier, self._memory = tier, tier.memory if tier is not None and state_leaves else None
+        self.host_grad = HostGradient(tier, owned.numel(), grad_dtype) if tier is not None and state_leaves else None
+        self._update: Future[Arrival] | None = None
+        # In float32 the parameter is its own master, where both are kept in the same place.
+        keeps_master = trainable and (dtype != torch.float32 or state_leaves != self.values_leave)
+        self.store: Store | None = None
+        if self.host_grad is not None and tier is not None and not tier.settings.plain:
+            values = self.values if self.values_leave else None
+            self.store = Store(tier, layout.name, owned.numel(), values)
+            self.master = torch.empty(0)
+        else:
+            self.master = self.new_state() if keeps_master else self.values
         self.optimizer_state: dict[str, torch.Tensor] = {}
         self.grad: torch.Tensor | None = None
         self._grad_views: list[torch.Tensor] = []
@@ -106,6 +129,13 @@ class Block:
         self.state = State.SHARDED
         if sharding.parameters:
             self._drop_storage()
+
+    def new_state(self) -> torch.Tensor:
+        """float32 zeros for the owned range, where its state is kept."""
+        numel = self.owned[1] - self.owned[0]
+        if self._memory is not None:
+            return self._memory.empty(numel, torch.float32)
+        return torch.zeros(numel, dtype=torch.float32, device=self.flat.device)
 
     @staticmethod
     def _view(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
@@ -197,24 +227,52 @@ class Block:
         """The gathered values were changed, alike on every rank: they are the model's from here on. A master that a
         value is still the rounded form of stays."""
         changed = self.flat[slice(*self.owned)]
-        if self.master is self.values:
-            self.values.copy_(changed)
-            return
-        same = self.master.to(changed.dtype) == changed
-        self.master.copy_(torch.where(same, self.master, changed.float()))
+        if self.master is not self.values:
+            master = self.owned_state("weight")
+            there = changed.to(master.device)
+            master = torch.where(master.to(there.dtype) == there, master, there.float())
+            self.write_state("weight", 0, master)
         self.values.copy_(changed)
 
     def updated(self, copied: bool = False) -> None:
         """The owned float32 values changed: write them in the parameters' dtype (unless that is ``copied`` already);
         other slices are now stale."""
-        if self.sharding.parameters:
-            self.release()
-        else:
-            self.use()
+        self.before_update()
         if self.master is not self.values and not copied:
             self.values.copy_(self.master)
         self.drop_grad()
         self.state = State.SHARDED
+
+    def before_update(self) -> None:
+        """The owned values are about to change: nothing may be under way with them."""
+        if self.sharding.parameters:
+            self.release()
+        else:
+            self.use()
+
+    def updating(self, update: Future[Arrival]) -> None:
+        """Follows ``before_update``: the host is changing the owned values, and sends them on its way here."""
+        self._update = update
+        self.drop_grad()
+        self.state = State.SHARDED
+
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether ``settle`` would wait."""
+        return self._update is not None and not self._update.done()
+
+    def settle(self) -> None:
+        """Where the host is changing the owned values: wait for that, and order what follows after their arrival."""
+        if self._update is not None:
+            assert self._tier is not None
+            update, self._update = self._update, None
+            with self._tier.meter.timed("wait"):
+                arrival = update.result()
+            arrival.wait()
 
     def accumulate(self) -> None:
         """The running backward has made all the gradients it makes of these parameters: move those that are still on
@@ -271,12 +329,29 @@ class Block:
             self._kept += part
         self.grad, self._grad_views = None, []
 
+    def leave(self) -> None:
+        """The buffer was reduced, and the state is kept off the device: so is the gradient of the owned range from here
+        on, and the rest is dropped."""
+        assert self.host_grad is not None
+        self.settle()
+        part = self._kept
+        if part is None:
+            assert self.grad is not None, self.layout.name
+            part = self.grad[slice(*self.owned)]
+        self.host_grad.take(part)
+        self.grad = self._kept = None
+        self._grad_views = []
+
     @property
     def has_grad(self) -> bool:
-        return self.grad is not None or self._kept is not None
+        left = self.host_grad is not None and self.host_grad.present
+        return left or self.grad is not None or self._kept is not None
 
     def owned_grad(self) -> torch.Tensor:
-        """The reduced gradient of the owned range."""
+        """The reduced gradient of the owned range; where the state is kept off the device, there."""
+        if self.host_grad is not None and self.host_grad.present:
+            assert self.grad is None and self._kept is None, self.layout.name
+            return self.host_grad.there()
         if self._kept is not None and self.grad is not None:
             self.keep_owned()
         if self._kept is not None:
@@ -290,7 +365,13 @@ class Block:
         ``reduced``: whether ``grad`` holds the sum in this rank's slice.
         """
         share = torch.zeros(end - start, dtype=torch.float32, device=self.flat.device)
-        for values, base, whole in ((self._kept, self.owned[0], False), (self.grad, 0, not reduced)):
+        left = self.host_grad.send_back() if self.host_grad is not None and self.host_grad.present else None
+        start_of = self.owned[0]
+        for values, base, whole in (
+            (left, start_of, False),
+            (self._kept, start_of, False),
+            (self.grad, 0, not reduced),
+        ):
             if values is not None:
                 low, high = (start, end) if whole else (max(start, self.shard[0]), min(end, self.shard[1]))
                 if low < high:
@@ -301,32 +382,57 @@ class Block:
         """Forget what was accumulated."""
         self.grad = self._kept = None
         self._grad_views = []
+        if self.host_grad is not None:
+            self.host_grad.drop()
 
     def owned_state(self, kind: str) -> torch.Tensor:
         """The owned range of the weights (``weight``, in float32), or of what the optimizer keeps under that name."""
+        self.settle()
+        if self.store is not None:
+            return self.store.read(kind, 0, self.owned[1] - self.owned[0])
         return self.master if kind == "weight" else self.optimizer_state[kind]
+
+    def write_state(self, kind: str, start: int, values: torch.Tensor) -> None:
+        """Replace a part of that, from element ``start`` of the owned range."""
+        self.settle()
+        if self.store is not None:
+            self.store.write(kind, start, values)
+        else:
+            self.owned_state(kind)[start : start + values.numel()].copy_(values.reshape(-1))
 
     def load(self, kind: str, read: Reader, only: str | None = None) -> None:
         """Fill one state of the owned range with global tensors' values, all of them or one; after ``weight`` the block
         wants gathering."""
-        state, base = self.owned_state(kind), self.owned[0]
         for at, piece, box in self.layout.boxes(*self.owned):
             if only not in (None, piece.name):
                 continue
-            values = read(piece.name, piece.global_shape, box)
-            state[at - base : at - base + box.numel].copy_(values.reshape(-1))
+            self.write_state(kind, at - self.owned[0], read(piece.name, piece.global_shape, box))
         if kind == "weight":
             if self.sharding.parameters:
                 self.release()
             if self.master is not self.values:
-                self.values.copy_(self.master)
+                self.values.copy_(self.owned_state("weight"))
             self.state = State.SHARDED
 
-    def chunks(self, kind: str) -> Iterator[tuple[Piece, Rectangle, torch.Tensor]]:
-        """One state of this rank's slice, as boxes of global tensors; views, in buffer order."""
-        state, base = self.owned_state(kind), self.owned[0]
-        for at, piece, box in self.layout.boxes(*self.shard):
-            yield piece, box, state[at - base : at - base + box.numel].view(box.shape)
+    def chunks(
+        self, kind: str, start: int | None = None, end: int | None = None
+    ) -> Iterator[tuple[Piece, Rectangle, torch.Tensor | Callable[[], torch.Tensor]]]:
+        """One state of this rank's slice, or of [start, end), as boxes of global tensors, in buffer order: views of it,
+        or what reads them where it is kept in another form."""
+        self.settle()
+        base = self.owned[0]
+        state = self.owned_state(kind) if self.store is None else None
+        low, high = self.shard if start is None or end is None else (start, end)
+        for at, piece, box in self.layout.boxes(low, high):
+            first, last, shape = at - base, at - base + box.numel, box.shape
+            if self.store is not None:
+                yield piece, box, partial(_read, self.store, kind, first, last, shape)
+            else:
+                yield piece, box, state[first:last].view(shape)
+
+
+def _read(store: Store, kind: str, start: int, end: int, shape: Sequence[int]) -> torch.Tensor:
+    return store.read(kind, start, end).view(shape)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ class PartialSums:
     """Which ranges of the owned gradients are summed over which ranks, in one fixed order."""
 
     def __init__(self, blocks: Sequence[Block], topology: Topology) -> None:
-        self.blocks = blocks
+        self.blocks, self._device = blocks, topology.device
         ranges: dict[tuple[str, tuple[int, ...]], list[tuple[int, int, int]]] = {}
         for index, block in enumerate(blocks):
             for first, last, piece, _ in block.layout.pieces(*block.owned):
@@ -46,8 +46,12 @@ class PartialSums:
             views = [self.blocks[index].owned_grad()[a:b] for index, a, b in ranges]
             large = [v for v in views if v.numel() >= LARGE]
             small = [v for v in views if v.numel() < LARGE]
-            common = torch.cat(small) if small else None
-            communicator.all_reduce(large + ([common] if common is not None else [])).wait()
+            here = [v.to(self._device) for v in large]  # the same tensors, unless they are in host memory
+            common = torch.cat([v.to(self._device) for v in small]) if small else None
+            communicator.all_reduce(here + ([common] if common is not None else [])).wait()
+            for view, summed in zip(large, here, strict=True):
+                if view is not summed:
+                    view.copy_(summed)
             if common is not None:
                 torch._foreach_copy_(small, list(common.split([v.numel() for v in small])))
 
@@ -60,22 +64,42 @@ class GradientNorm:
 
     def __init__(self, blocks: Sequence[Block], coordinates: Mapping[str, int], counts: bool = True) -> None:
         self.blocks = blocks
-        self._ranges: list[tuple[int, int, int]] = []
+        # Of each block: ranges that are whole when they are reduced, and those that PartialSums completes after that.
+        self._ranges: list[tuple[int, list[tuple[int, int]], list[tuple[int, int]]]] = []
         for index, block in enumerate(blocks if counts else ()):
-            counted = [
-                (index, first - block.owned[0], last - block.owned[0])
-                for first, last, piece, _ in block.layout.pieces(*block.shard)
-                if is_counted(piece, coordinates)
-            ]
-            self._ranges += _merged(counted)
+            ranges: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+            for first, last, piece, _ in block.layout.pieces(*block.shard):
+                if is_counted(piece, coordinates):
+                    partial = any(replication.gradient == "partial" for replication in piece.replication)
+                    ranges[partial].append((index, first - block.owned[0], last - block.owned[0]))
+            whole, late = ([(a, b) for _, a, b in _merged(ranges[partial])] for partial in (False, True))
+            self._ranges.append((index, whole, late))
+            if block.host_grad is not None:
+                block.host_grad.norm_ranges = whole
 
     def squared(self) -> torch.Tensor:
         """Σ g² over the counted elements: a float64 scalar on the device; not finite where a gradient is not."""
-        views = [self.blocks[index].owned_grad()[a:b] for index, a, b in self._ranges]
-        if not views:
-            return torch.zeros((), dtype=torch.float64, device=self.blocks[0].flat.device)
-        norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float32)).double()
-        return norms.square().sum()
+        device = self.blocks[0].flat.device
+        norms: list[torch.Tensor] = []
+        views: dict[int, torch.Tensor] = {}  # of gradients on the device, by place among the norms: one call for all
+        for index, whole, late in self._ranges:
+            block = self.blocks[index]
+            if block.host_grad is None:
+                parts = [block.owned_grad()[a:b] for a, b in (*whole, *late)]
+                views |= enumerate(parts, start=len(norms))
+                norms += parts
+                continue
+            norms += block.host_grad.norms  # taken when it left
+            if late:
+                there = block.owned_grad()
+                found = torch._foreach_norm([there[a:b] for a, b in late], 2, dtype=torch.float32)
+                norms += [norm.to(device) for norm in found]
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        if views:
+            for place, norm in zip(views, torch._foreach_norm(list(views.values()), 2, dtype=torch.float32)):
+                norms[place] = norm
+        return torch.stack(norms).double().square().sum()
 
 
 def _merged(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -26,6 +26,8 @@ class GradientReduction:
         self._blocks, self._chunks, self._group = blocks, buckets, group
         self._chunk = 0
         self._sharding, self._overlap = sharding, overlap
+        # Whether what is reduced need not be held any longer: it is cut, or leaves for host memory.
+        self._lets_go = sharding.gradients or any(block.host_grad is not None for block in blocks)
         self.last_of_step = False  # the running backward, or the one to come, completes its chunk's gradients
         self._complete: set[int] = set()  # blocks whose gradient of the running backward is accumulated
         self._next = 0
@@ -64,7 +66,8 @@ class GradientReduction:
             # apart, so that it is not summed again.
             self.wait()
             for index in chain.from_iterable(self._buckets):
-                self._blocks[index].keep_owned()
+                if self._blocks[index].host_grad is None:
+                    self._blocks[index].keep_owned()
             self._reduced.remove(chunk)
 
     def gradient_ready(self, index: int, position: int) -> None:
@@ -90,6 +93,9 @@ class GradientReduction:
             if not self._complete.issuperset(bucket):
                 return
             self._next += 1
+            for host_grad in (self._blocks[i].host_grad for i in bucket):
+                if host_grad is not None:
+                    host_grad.fetch_ahead()
             work = self._issue([self._blocks[i] for i in bucket if self._blocks[i].layout.numel])
             if work is not None and not self._overlap:
                 work.wait()
@@ -123,18 +129,20 @@ class GradientReduction:
         self.last_of_step = False
 
     def finish_cut(self, count: int) -> None:
-        """Where gradients are cut, wait for the ``count`` reductions that were issued first: what is not this rank's
-        need not be held any longer."""
-        for _ in range(count if self._sharding.gradients else 0):
+        """Where gradients are cut or leave, wait for the ``count`` reductions that were issued first: what is not this
+        rank's, or not to be here, need not be held any longer."""
+        for _ in range(count if self._lets_go else 0):
             self._finish_first()
 
     def _finish_first(self) -> None:
         bucket, work = self._in_flight.popleft()
         if work is not None:
             work.wait()
-        if self._sharding.gradients:
-            for i in bucket:
-                self._blocks[i].keep_owned()
+        for block in (self._blocks[i] for i in bucket):
+            if self._sharding.gradients:
+                block.keep_owned()
+            if block.host_grad is not None:
+                block.leave()
 
     def wait(self) -> None:
         """Order what follows after every reduction."""

@@ -24,8 +24,13 @@ from megazero.sharding import Rectangle, ShardSpec
 from megazero.zero.block import Block, Reader, Sharding, State
 from megazero.zero.blocks import Unit
 from megazero.zero.flat import FlatLayout, buckets, optimizer_group
+from megazero.zero.gathering import Gathering
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
+from megazero.zero.offload.memory import check_host_memory, wait_for_all
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import host_state, shares_of
+from megazero.zero.offload.tier import Tier
 from megazero.zero.order import UseOrder
 from megazero.zero.reduction import GradientReduction
 
@@ -44,7 +49,7 @@ def leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
 class ZeroSettings:
     """``stage`` and sizes in elements; see config_tree.ZeroSection. ``keep_gathered``: parameters stay whole from their
     first use in a step to its last, over all its micro-batches. ``overlap``: backward goes on while a bucket is
-    reduced."""
+    reduced. ``offload``: what is kept off the device."""
 
     stage: int
     reduce_bucket_size: int
@@ -55,6 +60,7 @@ class ZeroSettings:
     reshard_after_forward: bool = True
     keep_gathered: bool = False
     overlap: bool = True
+    offload: Offload = Offload()
 
     @staticmethod
     def of(zero: Any, **switches: bool) -> ZeroSettings:
@@ -66,6 +72,7 @@ class ZeroSettings:
             zero.stage3_prefetch_bucket_size,
             zero.stage3_param_persistence_threshold,
             zero.stage3_max_live_parameters,
+            offload=Offload.of(zero),
             **switches,
         )
 
@@ -116,17 +123,43 @@ class ShardedModel:
         parameters = dict(model.named_parameters())
         frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         threshold = settings.persistence_threshold if self.sharding.parameters else None
+        plans = [
+            [
+                (plan, FlatLayout.build(plan.name, plan.specs, groups.shard.size, group_of))
+                for plan in unit.split(frozen, dtypes, threshold)
+            ]
+            for unit in units
+        ]
+        share = groups.shard.size if self.sharding.state else 1
+        shares = shares_of(list(chain(*plans)), share, self.sharding.parameters, grad_dtype, settings.offload)
+        self.tier: Tier | None = None
+        if settings.offload.active:
+            host = host_state(shares, settings.offload, gpu=device.type == "cuda")
+            check_host_memory("offload_optimizer.device", host.memory)
+            self.tier = Tier(settings.offload, device, host)  # which looks at the room on the disk
+            wait_for_all()
         self.hooks: list[RemovableHandle] = []  # of hooks.py, on modules and parameters
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []
-        for unit in units:
+        for unit, own in zip(units, plans, strict=True):
             indices = []
-            for plan in unit.split(frozen, dtypes, threshold):
-                layout = FlatLayout.build(plan.name, plan.specs, groups.shard.size, group_of)
+            for plan, layout in own:
                 sources = {n: source_of(n, parameters[n]) for n in plan.specs} if source_of is not None else {}
                 sharding = replace(self.sharding, parameters=self.sharding.parameters and not plan.persistent)
                 rank, grads = groups.shard.rank, grad_dtype
-                block = Block(layout, parameters, rank, sharding, plan.dtype, grads, device, plan.trainable, guard)
+                block = Block(
+                    layout,
+                    parameters,
+                    rank,
+                    sharding,
+                    plan.dtype,
+                    grads,
+                    device,
+                    plan.trainable,
+                    guard,
+                    self.tier,
+                    shares[len(self.blocks)].state_leaves,
+                )
                 indices.append(len(self.blocks))
                 self.blocks.append(block)
                 for name in list(sources):
@@ -150,6 +183,12 @@ class ShardedModel:
         self._passed: set[int] = set()  # units that the running backward has done with
         self._at = -1  # the unit that it entered last
         self._local_copies: dict[int, torch.Tensor] = {}
+        self._gathering = Gathering(groups, self.sharding, self.tier, self._local_copies)
+
+    def close(self) -> None:
+        """The end: what the host is doing is done."""
+        if self.tier is not None:
+            self.tier.close()
 
     def _plan_buckets(self) -> None:
         def bucketed(items: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
@@ -181,27 +220,7 @@ class ShardedModel:
     def gather_bucket(self, bucket: Sequence[int]) -> None:
         """Issue the all-gather of the stale blocks among ``bucket`` that stay whole between uses."""
         blocks = [self.blocks[i] for i in bucket]
-        self._issue_gather([b for b in blocks if not b.sharding.parameters and b.state is State.SHARDED])
-
-    def _issue_gather(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            if not block.layout.numel:
-                block.gathering(None)
-        blocks = [block for block in blocks if block.layout.numel]
-        if not blocks:
-            return
-        shard, local = self.groups.shard, self.groups.local
-        if local is not None and self.in_backward and all(id(block) in self._local_copies for block in blocks):
-            work = local.all_gather([b.gather_into() for b in blocks], [self._local_copies[id(b)] for b in blocks])
-        elif self.sharding.state and shard.size > 1:
-            work = shard.all_gather([b.gather_into() for b in blocks], [b.values for b in blocks])
-        else:
-            work = None
-            for block in blocks:
-                if block.sharding.parameters:
-                    block.gather_into().copy_(block.values)
-        for block in blocks:
-            block.gathering(work)
+        self._gathering.issue_when_ready([b for b in blocks if not b.sharding.parameters and b.state is State.SHARDED])
 
     def enter(self, index: int) -> None:
         """A unit is about to be used, in forward or backward: make its parameters whole, and fetch ahead."""
@@ -239,7 +258,7 @@ class ShardedModel:
             return
         if not foretold and self.groups.agreement is not None:
             self.groups.agreement.on(unit.plan.name)
-        self._issue_gather(stale)
+        self._gathering.issue(stale, self.in_backward)
         self._live += sum(block.layout.numel for block in stale)
         unit.waiting = set(unit.plan.modules)
 
@@ -252,6 +271,11 @@ class ShardedModel:
             if (size and ahead > self.settings.prefetch_bucket_size) or not self.settings.prefetch_bucket_size:
                 return
             if any(block.state is State.SHARDED for block in unit.freed):
+                # The unit that is used now would wait for the host as well. Where ranks gather together, none of them
+                # fetches ahead what is being updated, as they may not all see when that is done.
+                alone = self.groups.shard.size == 1
+                if any(block.waits_for_host if alone else block.is_updating for block in unit.freed):
+                    return
                 if self._live + unit.numel > self.settings.max_live_parameters:
                     return
                 self._fetch(index, foretold=True)
@@ -317,7 +341,7 @@ class ShardedModel:
         if stale:
             if self.groups.agreement is not None:
                 self.groups.agreement.on(what)
-            self._issue_gather(stale)
+            self._gathering.issue(stale, self.in_backward)
         for block in stale:
             block.lent = block.sharding.parameters
             self._live += block.layout.numel if block.lent else 0
@@ -443,9 +467,19 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """The step's gradients are whole from here on: all reductions done, over copies of the state too."""
         self.reduction.finish()
-        if self.groups.replicate.size > 1:
-            grads = [block.owned_grad() for block in self.trained]
-            self.groups.replicate.all_reduce(grads).wait()
+        if self.tier is not None:
+            self.tier.link.drain()
+        replicate = self.groups.replicate
+        if replicate.size == 1:
+            return
+        grads = [block.owned_grad() for block in self.trained if block.host_grad is None]
+        if grads:
+            replicate.all_reduce(grads).wait()
+        for host_grad in (block.host_grad for block in self.trained):
+            if host_grad is not None:
+                part = host_grad.send_back()
+                replicate.all_reduce([part]).wait()
+                host_grad.replace(part)
 
     @property
     def trained(self) -> list[Block]:

@@ -18,6 +18,11 @@ NAMES = {
     "full": ("train_sft", "ds_config_zero2.json", "--samples=64 --eval_steps=2"),
     "lora": ("train_sft", "ds_config_zero2.json", "--samples=64 --eval_steps=2 --lora"),
     "cut": ("train_sft", "ds_config_zero3.json", "--samples=64 --eval_steps=2"),
+    "offload": (
+        "train_sft",
+        "ds_config_zero3_offload.json",
+        "--samples=32 --max_steps=2 --per_device_train_batch_size=1 --gradient_accumulation_steps=16",
+    ),
     "trl": ("train_trl", "ds_config_zero3.json", ""),
 }
 

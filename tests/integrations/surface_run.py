@@ -60,7 +60,7 @@ def train() -> dict[str, Any]:
     )
     losses = []
     for _ in range(3):
-        loss = (engine(torch.ones(2, 4, dtype=torch.bfloat16)) - 1).square().mean()
+        loss = (engine(torch.ones(2, 4, dtype=torch.bfloat16)) - 10).square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))

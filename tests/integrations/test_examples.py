@@ -53,9 +53,11 @@ def test_as_deepspeed(tmp_path: Path) -> None:
 
 
 def test_by_an_explicit_import_and_without_a_launcher(tmp_path: Path) -> None:
-    done = python(HERE / "example_runs.py", tmp_path, "--native", "trl")
+    done = python(HERE / "example_runs.py", tmp_path, "--native", "trl", "offload")
     assert done.returncode == 0, done.stdout + done.stderr
-    check(tmp_path / "trl")
+    assert "offload: masters (fp32) and moments (fp32) in host memory" in done.stdout
+    for name in ("trl", "offload"):
+        check(tmp_path / name)
 
 
 def test_started_by_accelerate(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Adam and AdamW for state in host memory: torch's fused CPU kernels, piece by piece, in a thread.
+
+[Note: pieces] A piece (`buffer_size` elements) is small enough that what one operation leaves of it in the cores'
+caches is there for the next: the gradient's conversion, the kernel, and the copy into the parameters' dtype pass over
+memory once. Pieces are multiples of the alignment, so that the kernel's vectors cut no piece otherwise than the whole:
+the results are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from megazero.zero.block import Block
+from megazero.zero.offload.link import ARRIVED, Arrival
+from megazero.zero.offload.store import Working
+from megazero.zero.offload.tier import Tier
+
+
+class Options(NamedTuple):
+    """Of one optimizer group. ``decoupled``: weight decay is AdamW's, else an L2 term of the gradient."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool = True
+
+
+class Target(NamedTuple):
+    """What of one group a block owns: elements [start, end) of its owned range.
+
+    ``count``: the group's own step counter, which an update that is not skipped advances; None: the step's."""
+
+    start: int
+    end: int
+    options: Options
+    count: torch.Tensor | None = None
+
+
+class Sent(NamedTuple):
+    """A step's numbers on their way to the host, (3,) float32: what gradients are divided by (or multiplied with), 1
+    where nothing may change, Adam's counter with this step."""
+
+    values: torch.Tensor
+    arrival: Arrival
+    divides: bool
+
+
+class HostAdam:
+    """Updates blocks in ``tier``'s thread, in the order of the calls."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    def send(self, scale: torch.Tensor, skip: torch.Tensor, count: torch.Tensor, *, divides: bool) -> Sent:
+        """The step's scalars, on the device, to the host: as soon as they are known there."""
+        values = torch.stack([value.float() for value in (scale, skip, count)])
+        host = torch.empty(3, dtype=torch.float32, pin_memory=values.is_cuda)
+        return Sent(host, self._tier.link.out(host, values), divides)
+
+    def update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> None:
+        """After ``block.before_update``: update it when its gradient and the scalars are there."""
+        if block.store is not None:
+            block.store.ahead()
+        block.updating(self._tier.submit(partial(self._update, block, targets, scalars)))
+
+    def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> Arrival:
+        scalars.arrival.wait_on_host()
+        scale, skip, step = scalars.values.tolist()
+        arrival = ARRIVED
+        if skip or not targets:  # of a block whose last slice is padding, a rank may own no more than that
+            if block.store is not None:
+                block.store.skip()
+            return arrival
+        assert block.host_grad is not None
+        meter = self._tier.meter
+        with meter.timed("gradients"):
+            grad = block.host_grad.there()
+        numel, size = block.owned[1] - block.owned[0], self._tier.settings.buffer_size
+        counts = [scalars.values[2] if target.count is None else target.count.add_(1) for target in targets]
+        for start in range(0, numel, size):
+            end = min(start + size, numel)
+            with meter.timed("files"):
+                working = _state_of(block, start, end)
+            with meter.timed("update"):
+                for target, count in zip(targets, counts, strict=True):
+                    low, high = max(start, target.start), min(end, target.end)
+                    if low < high:
+                        part = self._gradient(grad[low:high], scale, scalars.divides)
+                        _kernel([values[low - start : high - start] for values in working], part, target.options, count)
+                values = working.master if block.store is None else block.store.store(working, start, end, step)
+                stored = 12 if block.store is None else block.store.itemsize
+                meter.touched += (end - start) * (2 * stored + grad.itemsize + 2 * block.values.itemsize)
+            if values is not None:
+                with meter.timed("values"):
+                    arrival = self._pass_on(block, start, values, arrival)
+            if block.store is not None:
+                with meter.timed("files"):
+                    block.store.done(start, changed=True)
+        return arrival
+
+    def _gradient(self, grad: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:
+        """In float32, scaled."""
+        if grad.dtype == torch.float32 and scale == 1:
+            return grad
+        scratch = self._tier.scratch("gradient", grad.numel())
+        scratch.copy_(grad)
+        if scale == 1:
+            return scratch
+        return scratch.div_(scale) if divides else scratch.mul_(scale)
+
+    def _pass_on(self, block: Block, start: int, source: torch.Tensor, arrival: Arrival) -> Arrival:
+        """New values to where the block keeps them."""
+        if block.values is block.master:
+            return arrival
+        values = block.values[start : start + source.numel()]
+        if block.values_leave:
+            values.copy_(source)
+            return arrival
+        return self._tier.link.bring(values, source)
+
+
+def _state_of(block: Block, start: int, end: int) -> Working:
+    if block.store is not None:
+        return block.store.open(start, end)
+    kept = block.optimizer_state
+    return Working(block.master[start:end], kept["exp_avg"][start:end], kept["exp_avg_sq"][start:end])
+
+
+def _kernel(state: Sequence[torch.Tensor], grad: torch.Tensor, options: Options, count: torch.Tensor) -> None:
+    master, exp_avg, exp_avg_sq = state
+    (torch._fused_adamw_ if options.decoupled else torch._fused_adam_)(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [count],
+        amsgrad=False,
+        lr=options.lr,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        maximize=False,
+    )

@@ -1,0 +1,95 @@
+"""What a rank keeps off its device, and the thread that updates it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+
+import torch
+
+from megazero.zero.offload.formats import Noise
+from megazero.zero.offload.link import Link
+from megazero.zero.offload.media import Disk
+from megazero.zero.offload.memory import HostMemory
+from megazero.zero.offload.meter import Meter
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import HostState
+
+
+class Tier:
+    """The host side of one rank.
+
+    [Note: one worker] Updates run one after another in one thread, in the order in which they were asked for, each on
+    all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first.
+    """
+
+    def __init__(self, settings: Offload, device: torch.device, planned: HostState) -> None:
+        self.settings, self.device, self.planned = settings, device, planned
+        self.memory = HostMemory(device)
+        self.disk: Disk | None = None
+        if settings.optimizer == "nvme":
+            assert settings.nvme_path is not None
+            ahead, behind = settings.pipeline_read, settings.pipeline_write
+            buffers = settings.buffer_count
+            record, files = planned.record, planned.files
+            self.disk = Disk(settings.nvme_path, self.memory, buffers, record, files, ahead, behind)
+        self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
+        self.threads = settings.threads or own_threads()
+        pinned = settings.pin_memory and settings.pin_parameters
+        self.meter = Meter(self.link.bytes, self.threads, own_threads(), pinned)
+        self._worker = ThreadPoolExecutor(1, "offload", self._begin)
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def _begin(self) -> None:
+        torch.set_grad_enabled(False)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            # Launchers set OMP_NUM_THREADS to 1; this number is of this thread alone.
+            torch.set_num_threads(self.threads)
+
+    def submit(self, work: Callable[[], None]) -> Future:
+        """``work()`` in the worker, after what was asked for before."""
+        return self._worker.submit(work)
+
+    def close(self) -> None:
+        """Wait for the worker and end it; files are removed."""
+        self._worker.shutdown()
+        if self.disk is not None:
+            self.disk.close()
+
+    def notes(self) -> Iterator[str]:
+        """What the user should know of how it is kept."""
+        moments, masters = self.settings.moments, self.settings.masters
+        where = {"none": "on the device", "cpu": "in host memory"}.get(self.settings.optimizer)
+        if self.disk is not None:
+            cache = (
+                "bypassing the page cache" if self.disk.file.direct else "through the page cache, as this file system "
+            )
+            cache += "" if self.disk.file.direct else "knows no direct reads: slower"
+            where = f"in {self.disk.file.path}, {cache}"
+        yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {_counted(self.threads)}"
+
+    def advice(self) -> str | None:
+        """A step has been issued: what the run should be told, once. On a CPU there is nothing to wait for apart."""
+        return self.meter.step() if self.device.type == "cuda" else None
+
+    @cached_property
+    def noise(self) -> Noise:
+        return Noise(self.settings.buffer_size)
+
+    def scratch(self, name: str, numel: int) -> torch.Tensor:
+        """float32 room of up to ``buffer_size`` elements, for the worker alone."""
+        if name not in self._scratch:
+            self._scratch[name] = self.memory.empty(self.settings.buffer_size, torch.float32)
+        return self._scratch[name][:numel]
+
+
+def _counted(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def own_threads() -> int:
+    """Cores that this process may use, shared with the other ranks of its machine."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,125 @@
+"""State in files: of any size, beside other jobs, and with everything that can go wrong with a disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import megazero
+from megazero.checkpoint import newest, open_checkpoint
+from megazero.errors import OffloadError
+from megazero.models.config import ModelConfig
+from megazero.zero.offload.files import PAGE, StateFile
+from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
+from tests.distributed.test_cases import GPT2
+from tests.offload.choices import nvme
+
+
+class Sizes(nn.Module):
+    """Case 36: one tensor of 14,412,000 elements, one of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.linspace(-1, 1, 14_412_000))
+        self.one = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.large * x).sin() * self.one).mean()
+
+
+def test_36_tensors_of_any_size(tmp_path: Path) -> None:
+    weights = []
+    for offload in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}):
+        config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2, **offload}}
+        engine, *_ = megazero.initialize(model=Sizes(), config=config)
+        for micro_step in range(2):
+            engine.backward(engine(torch.tensor(1.0 + micro_step)))
+            engine.step()
+        weights.append([megazero.zero.safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()])
+        engine.destroy()
+    assert all(map(torch.equal, *weights))
+    assert not torch.equal(weights[0][0], Sizes().large)
+
+
+def test_two_jobs_in_one_directory_and_one_that_was_killed(tmp_path: Path) -> None:
+    """A job leaves alone what a living one keeps there, and removes what a killed one has left."""
+    script = "import sys, time\nfrom megazero.zero.offload.files import StateFile\n"
+    script += "file = StateFile(sys.argv[1], 4096)\nprint(file.directory, flush=True)\ntime.sleep(600)"
+    killed = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    left = Path(killed.stdout.readline().strip())
+    first = StateFile(str(tmp_path), PAGE)
+    assert left.exists()
+    killed.kill()
+    killed.wait()
+    killed.stdout.close()
+    second = StateFile(str(tmp_path), PAGE)
+    assert not left.exists() and first.directory.exists() and first.directory != second.directory
+    first.claim(PAGE)
+    pages = torch.arange(PAGE, dtype=torch.int64).to(torch.uint8)
+    second.claim(PAGE)
+    for file in (first, second):
+        file.close()
+    assert not [*tmp_path.glob("megazero-*")]
+    assert pages.numel() == PAGE
+
+
+def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "below", Path("/proc/megazero")):
+        with pytest.raises(OffloadError, match=r"offload_optimizer.nvme_path: .* cannot be used"):
+            StateFile(str(path), PAGE)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Found before anything is written where that can be known; named, and cleaned up, where it comes later."""
+    with (
+        mock.patch("os.statvfs", return_value=SimpleNamespace(f_bavail=10, f_frsize=PAGE)),
+        pytest.raises(OffloadError, match=r"are needed in .* are free; make room"),
+    ):
+        StateFile(str(tmp_path), 11 * PAGE)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("os.posix_fallocate", side_effect=full), pytest.raises(OffloadError, match="make room on the disk"):
+        make_engine(settings(GPT2, zero={"stage": 1, **nvme(tmp_path)}))
+    assert not [*tmp_path.glob("megazero-*")]
+
+
+@pytest.mark.parametrize("fault", ["cut short", "full"])
+def test_a_fault_in_the_middle_leaves_the_checkpoint(fault: str, tmp_path: Path) -> None:
+    """The error names the file; the run goes on from the checkpoint as if it had never been."""
+    tree = settings(GPT2, zero={"stage": 2, **nvme(tmp_path / "files")}, train={"steps": 4})
+    tree["checkpoint"] = {"dir": str(tmp_path / "saved")}
+    source, weights = TokenSource(37, 12), random_weights(ModelConfig(**GPT2))
+    with make_engine(tree, weights) as engine:
+        engine.train_batch(source)
+        engine.train_batch(source)
+        engine.save(source)
+        file = engine.stage.sharded.tier.disk.file
+        write = mock.patch.object(file, "write", side_effect=file._error("written", OSError(errno.ENOSPC, "No space")))
+        with pytest.raises(OffloadError, match=r"state: (is shorter than it was written|could not be written)"):
+            if fault == "cut short":
+                os.truncate(file.path, PAGE)
+            else:
+                write.start()
+            for _ in range(2):
+                engine.train_batch(source)
+            engine.stage.sharded.blocks[0].owned_state("exp_avg")
+        mock.patch.stopall()
+    with open_checkpoint(newest(tmp_path / "saved")) as checkpoint:
+        checkpoint.verify()
+    losses = []
+    for zero in (tree["zero"], {**tree["zero"], "offload_optimizer": {}}):
+        with make_engine({**tree, "zero": zero, "checkpoint": {**tree["checkpoint"], "resume": "auto"}}) as engine:
+            assert engine.step == 2
+            losses.append([float(engine.train_batch(source).loss) for _ in range(2)])
+    assert losses[0] == losses[1]
+    assert not [*(tmp_path / "files").glob("megazero-*")]

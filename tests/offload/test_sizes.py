@@ -1,0 +1,146 @@
+"""P3, P4 of what is kept off the device: bytes taken and moved are the planner's; so is the page's table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.config import Config
+from megazero.errors import ConfigError
+from megazero.models.config import ModelConfig
+from megazero.planner.memory import plan
+from megazero.planner.model_state import stage_buffers
+from megazero.planner.offload import block_shares, moved
+from megazero.zero.offload.memory import check_host_memory
+from megazero.zero.offload.settings import Offload
+from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
+from tests.distributed.test_cases import GPT2
+from tests.offload.choices import CPU, PARAMETERS, nvme
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "offload.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if "| host memory |" in line
+]
+ROWS += [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if "| files |" in line]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_the_table_of_a_14b_model(row: list[str]) -> None:
+    gradients, masters, moments, tier, gpu, host, files, room = row
+    state = {"device": "cpu" if tier == "host memory" else "nvme", "nvme_path": "x"}
+    zero = {"stage": 3, "offload_optimizer": {**state, "masters": masters, "moments": moments}, **PARAMETERS}
+    train = {"global_batch_size": 16, "recompute": "full", "grad_dtype": gradients, "precision": "bf16"}
+    tree = {"model": {"preset": "qwen2.5-14b"}, "data": {"seq_length": 2048}, "zero": zero, "train": train}
+    found = plan(Config.from_dict(tree), 1).fullest
+    assert found.host is not None
+    told = [f"{size / 1e9:.1f}" for size in (found.peak, found.host.memory, found.host.files)]
+    assert told == [gpu, host, files]
+    assert float(host) + 4 <= float(room.removesuffix(" GB"))
+
+
+def test_the_table_has_rows_for_64_and_128_gb() -> None:
+    assert len(ROWS) == 8 and {"64 GB", "128 GB"} <= {row[-1] for row in ROWS}
+
+
+@pytest.mark.parametrize(
+    ("zero", "train"),
+    [
+        ({"stage": 1, "offload_optimizer": CPU}, {"precision": "bf16"}),
+        ({"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.6}}, {"precision": "bf16", "grad_dtype": "bf16"}),
+        ({"stage": 3, "offload_optimizer": CPU, **PARAMETERS}, {"precision": "fp32"}),
+        ({"stage": 3, "offload_optimizer": {**CPU, "masters": "split", "moments": "bf16"}, **PARAMETERS}, {}),
+        ({"stage": 2, "offload_optimizer": {**CPU, "masters": "bf16"}}, {}),
+        ({"stage": 3, **PARAMETERS}, {}),
+        ({"stage": 3}, {}),
+    ],
+)
+def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_path: Path) -> None:
+    """Of host memory and files, of what crosses the link in each direction, of what is read and written: all exact."""
+    zero = zero if len(zero) > 1 else zero | nvme(tmp_path, moments="bf16")
+    tree = settings(GPT2, zero=zero, train={"precision": "bf16", "micro_batch_size": 2, **train})
+    config = Config.from_dict(tree)
+    source, steps = TokenSource(37, 12), 3
+    with make_engine(config, random_weights(ModelConfig(**GPT2))) as engine:
+        for _ in range(steps):
+            engine.train_batch(source)
+        for block in engine.stage.sharded.blocks:
+            block.settle()
+        tier = engine.stage.sharded.tier
+        taken, link = tier.memory.taken, dict(tier.link.bytes)
+        layout = engine.topology.layout
+    # Closing has waited for the last write.
+    files = (tier.disk.read_bytes, tier.disk.written_bytes, tier.disk.file.size) if tier.disk is not None else None
+    offload, model = Offload.of(config.zero), config.model.architecture
+    shares = block_shares(
+        stage_buffers(config, model, layout, 0).all,
+        config.zero.stage,
+        config.train.precision,
+        config.train.grad_dtype,
+        offload,
+    )
+    wanted = moved(shares, config.zero.stage, offload, config.micro_batches(1))
+    scalars = 12 if config.zero.offload_optimizer.device != "none" else 0
+    assert link.get("out", 0) == steps * (wanted.out + scalars)
+    assert link["back"] == steps * wanted.back
+    host = plan(config, 1, gpu=False).fullest.host
+    assert host is not None
+    noise = 4 * (1024 + 2**16) if "bf16" in (offload.moments, offload.masters) else 0
+    assert taken == host.memory - noise  # which torch has made
+    if files is not None:
+        # Pieces are read and written in whole pages.
+        assert files[2] == host.files and files[0] == files[1] == steps * host.files
+        assert wanted.files <= host.files
+
+
+def test_what_does_not_fit_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"offload: 20.0 GB of host memory are needed .* and 10.0 GB are available"):
+        check_host_memory("offload", 20 * 10**9, limit=10 * 10**9)
+
+
+def test_masters_of_parameters_that_are_not_bfloat16() -> None:
+    zero = {"stage": 1, "offload_optimizer": {**CPU, "masters": "bf16"}}
+    with pytest.raises(ConfigError, match=r"offload_optimizer.masters: bf16 is made of bfloat16 parameters"):
+        make_engine(settings(GPT2, zero=zero, train={"precision": "auto"}))  # float32 on a CPU
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "words"),
+    [
+        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer.device", "use 1, 2 or 3"),
+        (
+            {"zero": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+            "zero.offload_optimizer.nvme_path",
+            "missing",
+        ),
+        ({"zero": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero.offload_param.device", "use 3"),
+        ({"zero": {"stage": 1, "offload_optimizer": {"moments": "bf16"}}}, "zero.offload_optimizer.moments", "needs"),
+        (
+            {
+                "zero": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},
+                "checkpoint": {"dir": "x", "async_save": True},
+            },
+            "checkpoint.async_save",
+            "would copy to host memory",
+        ),
+        ({"train": {"offload_activations": True}}, "train.offload_activations", "use train.recompute full"),
+        (
+            {
+                "zero": {"stage": 1, "offload_optimizer": {"device": "cpu", "masters": "split"}},
+                "train": {"precision": "fp16"},
+            },
+            "zero.offload_optimizer.masters",
+            "use bf16",
+        ),
+        (
+            {"zero": {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}},
+            "zero.zero_hpz_partition_size",
+            "leave out one",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(sections: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"model": GPT2, "data": {"seq_length": 8}, **sections})
+    assert dict(caught.value.problems).keys() == {field} and words in str(caught.value)
