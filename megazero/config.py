@@ -22,6 +22,7 @@ from megazero.config_tree import (
     ParallelSection,
     Section,
     TrainSection,
+    WatchSection,
     ZeroSection,
     merged,
 )
@@ -42,6 +43,7 @@ class Config(Section):
     train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     log: LogSection = Field(default_factory=LogSection)
+    watch: WatchSection = Field(default_factory=WatchSection)
 
     @classmethod
     def from_dict(

@@ -300,7 +300,10 @@ class TrainSection(Section):
         description="minutes, or [DAYS-]HH:MM:SS, after which the run saves and stops; 0: none",
     )
     timeout: float = Field(
-        600.0, gt=0, allow_inf_nan=False, description="seconds that a collective may wait for a missing process"
+        600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a collective may wait for a missing process; then a report, and the run ends",
     )
 
     @field_validator("time_limit", mode="before")
@@ -334,8 +337,47 @@ class LogSection(Section):
 
     interval: int = Field(10, ge=0, description="steps between logged lines; 0: none")
     jsonl: str | None = Field(None, description="path of a JSON-lines file of metrics; unset: none")
+    events: str | None = Field(
+        None, description="path of a JSON-lines file of starts, saves, skipped updates, slow processes; unset: none"
+    )
     tensorboard: str | None = Field(None, description="directory of TensorBoard events; unset: none")
     wandb: str | None = Field(None, description="Weights & Biases project; unset: none")
     timeline: str | None = Field(
         None, description="directory for the times of every action of logged steps, by pipeline rank; unset: none"
+    )
+
+
+class WatchSection(Section):
+    """How a run notices what goes wrong: hangs, lost and slow processes, steps that are not to be trusted."""
+
+    step_timeout: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds that a step may take before the run ends with a report; 0: any, as long as it gets on",
+    )
+    peer_timeout: float = Field(
+        60.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds without a sign of life after which a process is lost and the run ends; 0: never",
+    )
+    bad_step: Literal["stop", "skip"] = Field(
+        "stop",
+        description="what a spike, or a gradient that is not finite, does: the run stops, or the update is left out",
+    )
+    loss_spike: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="standard deviations above its late mean at which a step's loss is a spike; 0: none is",
+    )
+    replica_interval: int = Field(
+        0, ge=0, description="steps between comparisons of the weights that several processes hold; 0: none"
+    )
+    straggler_factor: float = Field(
+        1.3,
+        ge=0,
+        allow_inf_nan=False,
+        description="a process that computes for this many times its stage's median is named in the log; 0: none",
     )

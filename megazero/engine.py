@@ -16,7 +16,7 @@ from megazero import restore
 from megazero.build import DTYPES, attention_backends, build_stage
 from megazero.config import Config
 from megazero.diagnose import FiniteWatch, raise_divergence
-from megazero.errors import LaunchError
+from megazero.errors import DivergenceError, LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.optim.schedule import learning_rate
 from megazero.optim.step import OptimizerStep, StepSums
@@ -27,8 +27,15 @@ from megazero.pipeline.schedules import Action, activation_bound, build_schedule
 from megazero.planner.chips import chip_of_device
 from megazero.planner.expectation import expectation
 from megazero.planner.memory import plan
+from megazero.resilience.bad_steps import BadSteps
+from megazero.resilience.collectives import record_collectives
+from megazero.resilience.position import READING, Position
+from megazero.resilience.preflight import preflight
+from megazero.resilience.replicas import Replicas
+from megazero.resilience.signals import LateFlags, StopRequest
+from megazero.resilience.stragglers import Stragglers
+from megazero.resilience.watchdog import BACKSTOP, Watchdog
 from megazero.restore import resolve_model
-from megazero.signals import LateFlags, StopRequest
 from megazero.stage import MicroBatch
 from megazero.telemetry.sinks import check_sinks
 from megazero.telemetry.telemetry import Telemetry
@@ -78,25 +85,36 @@ class Engine:
         self._started = time.monotonic()
         self.device = device_of(environment)
         _set_numerics(config)
-        self._owns_group = start_process_group(environment, self.device, config.train.timeout)
+        timeout = config.train.timeout + BACKSTOP
+        self._owns_group = start_process_group(environment, self.device, timeout)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
-        ring, timeout = config.parallel.virtual_pp > 1, config.train.timeout
+        notes = preflight(config, self.topology)
+        ring = config.parallel.virtual_pp > 1
         pairs = neighbour_groups(layout, environment.rank, ring, timeout)  # first: see its note
         precision = config.train.precision
         if precision == "auto":
             precision = "bf16" if self.device.type == "cuda" else "fp32"
         self.stage = build_stage(config, self.model_config, self.topology, DTYPES[precision])
+        watch, bad_steps = config.watch, None
+        if watch.bad_step == "skip" or watch.loss_spike:
+            bad_steps = BadSteps(watch.bad_step == "skip", watch.loss_spike, self.device)
+        fp16 = precision == "fp16"
         self.optimizer = OptimizerStep(
-            self.stage.sharded, self.topology, config.optimizer, config.train, fp16=precision == "fp16"
+            self.stage.sharded, self.topology, config.optimizer, config.train, fp16, bad_steps
         )
         self.step = self.consumed_samples = 0
         torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
         self._restored = restore.load_start(start, self)
         self._schedules()
-        self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs))
+        self._position = Position(self.device)
+        self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs), note=self._position.at)
         timeline, place = config.log.timeline, self.topology.coordinates
         self._recorder = StepRecorder(self._executor, timeline, place, self.device, self.step)
+        self._watchdog: Watchdog | None = None
+        self._stragglers = Stragglers(self.topology, config.watch.straggler_factor)
+        many, interval = layout.world_size > 1, config.watch.replica_interval
+        self._replicas = Replicas(self.stage.sharded, self.topology) if many and interval else None
         self._stop = StopRequest()
         self._stop_flags = LateFlags(self.device)
         self._logged_step = self.step
@@ -109,8 +127,14 @@ class Engine:
             self.telemetry.message(planned.describe())
             if self.stage.sharded.tier is not None:
                 self.telemetry.message(self._describe_offload())
+        for note in notes:
+            self.telemetry.message(note)
         for message in self._restored.messages:
-            self.telemetry.message(message)
+            self.telemetry.event("start", self.step, message)
+        if config.log.events:
+            starts, size = int(os.environ.get("MEGAZERO_RESTARTS", "0")), environment.world_size
+            text = f"{size} processes begin after step {self.step}" + (f" (restart {starts})" if starts else "")
+            self.telemetry.event("start", self.step, text, world_size=size, restarts=starts)
         if self.step >= config.train.steps:
             self.telemetry.message(f"all of train.steps = {config.train.steps} are done; raise it to go on")
         # What lives as long as the run is never looked at again by the garbage collector.
@@ -119,15 +143,28 @@ class Engine:
 
     def __enter__(self) -> Engine:
         self._stop.install()
+        if self.topology.layout.world_size > 1:
+            watch, peers = self.config.watch, self.topology.layout.along(self.topology.rank, "pp")
+            self._watchdog = Watchdog(
+                self._position, peers, self.config.train.timeout, watch.step_timeout, watch.peer_timeout
+            )
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._position.at("ending", limited=False)
         try:
             # After an error of training a save that is under way ends by itself, before the process does.
             if error is None:
                 self._saves.wait()
         finally:
+            if self._watchdog is not None:
+                self._watchdog.stop(error)
+            if error is not None and self._stop.reason is not None:
+                error.told_to_end = True  # see megazero.launch.errors
             self._stop.uninstall()
+            if error is not None and self.config.log.events:
+                summary = str(error).partition("\n")[0]
+                self.telemetry.event("error", self.step, f"{kind.__name__ if kind else ''}: {summary}")
             self.telemetry.close()
             self.stage.sharded.close()
             gc.unfreeze()
@@ -172,13 +209,18 @@ class Engine:
         """Whether another step is to be taken; asked by every rank between steps."""
         if self.step >= self.config.train.steps:
             return False
-        if self._stop_flags.up():
-            self.telemetry.message(f"stopping after step {self.step}: {self._stop.reason or 'another rank asked to'}")
+        self._position.at("waiting for the step before the last")
+        stopped = self._stop_flags.up()
+        self._position.idle()
+        if stopped:
+            reason = self._stop.reason or "another rank asked to"
+            self.telemetry.event("stop", self.step, f"stopping after step {self.step}: {reason}", reason=reason)
             return False
         return True
 
     def train_batch(self, source: BatchSource) -> Metrics:
         """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
+        self._position.at(READING, self.step + 1)
         micro_batches = self._read(source, self.consumed_samples)
         lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
         is_logged = self._is_due(self.config.log.interval, self.step + 1)
@@ -192,6 +234,9 @@ class Engine:
             self.telemetry.message(advice)
         if is_logged:
             self._log(sums, lr, source)
+        if self._replicas is not None and self.due(self.config.watch.replica_interval):
+            self._compare_replicas()
+        self._position.idle()
         return Metrics(self.step, sums.loss, sums.grad_norm, lr)
 
     def _read(self, source: BatchSource, first: int) -> list[MicroBatch]:
@@ -207,6 +252,7 @@ class Engine:
         if self._saves.failed:
             # Stopping is what all ranks agree on; the error is then raised on all of them at once, where they wait.
             self._stop.reason, stop = f"the checkpoint of step {self._saves.step} could not be saved", True
+        self._position.at("the reduction and the update")
         self._saves.before_update()
         return self.optimizer.run(self.step + 1, lr, loss, self._tokens(micro_batches), normalizer, stop)
 
@@ -233,7 +279,10 @@ class Engine:
         return sum(float(micro_batch["weights"].sum(dtype=torch.float64)) for micro_batch in micro_batches)
 
     def _log(self, sums: StepSums, lr: float, source: BatchSource) -> None:
+        self._position.at("logging")
         self._raise_if_diverged(source)
+        self._name_stragglers()
+        self._report_skipped()
         train = self.config.train
         tokens = (self.step - self._logged_step) * train.global_batch_size * self.config.data.seq_length
         self._logged_step = self.step
@@ -242,6 +291,36 @@ class Engine:
             self.step, float(sums.loss), float(sums.grad_norm), lr, self.consumed_samples, tokens, extra
         )
 
+    def _report_skipped(self) -> None:
+        if self.optimizer.bad_steps is None:
+            return
+        count, last = self.optimizer.bad_steps.skipped()
+        if count:
+            size = self.config.train.global_batch_size
+            first = self.consumed_samples - (self.step - last + 1) * size
+            text = f"{count} updates left out (watch.bad_step): the last is step {last}, samples {first} to "
+            self.telemetry.event("skip", self.step, f"{text}{first + size - 1}", count=count, last=last, sample=first)
+
+    def _compare_replicas(self) -> None:
+        self._position.at("the comparison of replicas")
+        assert self._replicas is not None
+        if difference := self._replicas.difference():
+            raise DivergenceError(
+                f"step {self.step}: {difference}. They should hold the same bits: test the memory of these machines, "
+                f"and go on from a checkpoint of a step before the last comparison (watch.replica_interval)"
+            )
+
+    def _name_stragglers(self) -> None:
+        if self._watchdog is None or not self.config.watch.straggler_factor:
+            return
+        for rank, seconds, median in self._stragglers.gather(self._position.busy()):
+            host = self._watchdog.host_of(rank)
+            text = (
+                f"slow: rank {rank} on {host} computes {seconds:.3g} s per step, where {median:.3g} s is the median of "
+                f"its stage"
+            )
+            self.telemetry.event("slow", self.step, text, rank=rank, host=host, seconds=seconds, median=median)
+
     def _raise_if_diverged(self, source: BatchSource) -> None:
         """Where the flag of a gradient that was not finite is up: find out where, and stop. Waits for the device."""
         bad_step = int(self.optimizer.bad_step)
@@ -249,6 +328,11 @@ class Engine:
             return
         size = self.config.train.global_batch_size
         first = self.consumed_samples - (self.step - bad_step + 1) * size
+        if self.optimizer.bad_steps is not None and (spike := self.optimizer.bad_steps.spike()):
+            raise DivergenceError(
+                f"step {bad_step}: {spike} (watch.loss_spike). Weights are those before this step; nothing was saved "
+                f"after it. It read samples {first} to {first + size - 1}"
+            )
         watch = FiniteWatch(self.stage.model)
         with watch.watching():
             self._run(self._train_actions, self._read(source, first))
@@ -272,6 +356,7 @@ class Engine:
 
     def evaluate(self, source: BatchSource) -> float:
         """Mean loss over the unmasked tokens of the first ``train.eval_steps`` global batches of ``source``."""
+        self._position.at("evaluation")
         with self.telemetry.paused():
             sums = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in range(self.config.train.eval_steps):
@@ -280,6 +365,7 @@ class Engine:
             if self.topology.world.size > 1:
                 self.topology.world.all_reduce([sums]).wait()
             loss = float(sums[0] / sums[1].clamp(min=1))
+        self._position.idle()
         self.telemetry.log_eval(self.step, loss)
         return loss
 
@@ -291,9 +377,11 @@ class Engine:
         """
         if not self._saves.due:
             return
+        self._position.at("saving a checkpoint")
         self._raise_if_diverged(source)
         with self.telemetry.paused():
             self._saves.save()
+        self._position.idle()
 
 
 def device_of(environment: ProcessEnvironment) -> torch.device:
@@ -325,6 +413,7 @@ def start_process_group(environment: ProcessEnvironment, device: torch.device, t
     """
     if environment.world_size == 1 or dist.is_initialized():
         return False
+    record_collectives()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=environment.rank,

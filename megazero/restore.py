@@ -28,7 +28,7 @@ from megazero.checkpoint import (
     raise_together,
 )
 from megazero.checkpoint.background import BackgroundSaver
-from megazero.checkpoint.locate import step_directory
+from megazero.checkpoint.locate import DAMAGED, step_directories, step_directory
 from megazero.checkpoint.rng import rng_state, set_rng_state
 from megazero.checkpoint.store_group import StoreGroup
 from megazero.checkpoint.writer import AnyChunk
@@ -141,7 +141,7 @@ def load_start(start: Start, engine: Engine) -> Restored:
     """Give every parameter its value, and the optimizer its state where a run is resumed."""
     blocks, group = engine.stage.sharded.blocks, group_of(engine)
     if start.resume is not None:
-        return _resume(start.resume, start.notes, engine, group)
+        return _resume_newest_good(start.resume, start.notes, engine, group)
     if start.weights is not None:
         weights = start.weights
         if isinstance(weights, CheckpointWeights):
@@ -197,6 +197,35 @@ def _load(blocks: list[Block], checkpoint: Checkpoint) -> None:
             block.load(kind, read)
 
 
+def _resume_newest_good(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, group: Group) -> Restored:
+    """Resume from this checkpoint, or where its bytes are damaged, and the user has named none, from the next older one
+    that is good. The damaged one is set aside under another name: it would be in the way of the run's next save."""
+    while True:
+        try:
+            return _resume(checkpoint, notes, engine, group)
+        except CheckpointError as error:
+            if engine.config.checkpoint.resume != "auto":
+                raise
+            older = group.all_gather(_set_aside(checkpoint.path) if group.rank == 0 else None)[0]
+            if older is None:
+                raise
+            aside = f"{checkpoint.path}{DAMAGED}"
+            notes = (*notes, f"passing over a damaged checkpoint: {error}; it is set aside as {aside}")
+            checkpoint = open_checkpoint(older)
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Rename a damaged checkpoint and return the newest older one; where there is none, leave it as it is."""
+    try:
+        step = next(step for step, directory in step_directories(path.parent) if directory == path)
+        if not any(other < step for other, _ in step_directories(path.parent)):
+            return None
+        path.rename(path.with_name(path.name + DAMAGED))
+        return newest_or_none(path.parent)
+    except (OSError, CheckpointError):
+        return None  # what was found first is the error to report
+
+
 def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, group: Group) -> Restored:
     same = checkpoint.meta["layout"] == _layout(engine)
     _verify(checkpoint, engine.stage.sharded.blocks, KINDS, group, rank_state=same)
@@ -207,6 +236,8 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     if optimizer.fp16 and meta["loss_scale"] is not None:
         optimizer.loss_scale.fill_(meta["loss_scale"])
         optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
+    if optimizer.bad_steps is not None and meta.get("bad_steps") is not None:
+        optimizer.bad_steps.load(meta["bad_steps"])
     if same:
         set_rng_state(checkpoint.rank_state(engine.topology.rank), engine.device)
     directory = engine.config.checkpoint.dir
@@ -298,7 +329,8 @@ class Saves:
             self.report()
 
     def _say(self, path: Path) -> None:
-        self._engine.telemetry.message(f"saved step {int(path.name.removeprefix('step_'))} in {path.parent}")
+        step = int(path.name.removeprefix("step_"))
+        self._engine.telemetry.event("save", step, f"saved step {step} in {path.parent}", path=str(path))
 
 
 def _meta(engine: Engine) -> dict[str, Any]:
@@ -312,6 +344,7 @@ def _meta(engine: Engine) -> dict[str, Any]:
         "optimizer_steps": int(optimizer.adam.count),
         "loss_scale": float(optimizer.loss_scale) if optimizer.fp16 else None,
         "loss_scale_good_steps": int(optimizer.good_steps) if optimizer.fp16 else None,
+        "bad_steps": optimizer.bad_steps.state() if optimizer.bad_steps is not None else None,
         "run_id": engine.telemetry.run_id,
     }
 

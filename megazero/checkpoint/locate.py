@@ -2,6 +2,7 @@
 
 root/step_00000100             a whole checkpoint, committed by a rename
 root/step_00000100.replaced    the former checkpoint of that step, for the instant its successor takes its name
+root/step_00000100.damaged     one whose bytes were found damaged by a run that went on from an older one
 root/.step_00000200.saving     a save under way, or the rest of one cut off
 root/.step_00000050.removing   a checkpoint being deleted
 root/global_step100            a checkpoint under a tag, a name that the user of an engine may choose
@@ -18,7 +19,7 @@ from pathlib import Path
 from megazero.checkpoint import manifest
 from megazero.errors import CheckpointError
 
-REPLACED, SAVING, REMOVING = ".replaced", ".saving", ".removing"
+REPLACED, SAVING, REMOVING, DAMAGED = ".replaced", ".saving", ".removing", ".damaged"
 _STEP = re.compile(r"step_(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"\..+\.(saving|removing)")
 LATEST = "latest"

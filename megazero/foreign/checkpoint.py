@@ -33,8 +33,8 @@ from megazero.foreign.optimizer_state import (
     optimizer_tensors,
 )
 from megazero.foreign.plain_values import check_json, decode, encode
+from megazero.resilience.signals import LateFlags
 from megazero.sharding import Rectangle
-from megazero.signals import LateFlags
 from megazero.zero.block import Block, Reader, State
 
 if TYPE_CHECKING:

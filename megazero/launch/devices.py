@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.errors import LaunchError
-
-_HERE = ("localhost", "127.0.0.1")
-_LATER = "megazero launch starts the processes of one machine"
+from megazero.launch.hosts import Host, read_hostfile
 
 
 def chosen_devices(arguments: Namespace, gpus: int) -> tuple[int | None, list[int] | None]:
@@ -22,7 +19,10 @@ def chosen_devices(arguments: Namespace, gpus: int) -> tuple[int | None, list[in
     """
     include, exclude, count = arguments.include, arguments.exclude, arguments.num_gpus
     if arguments.num_nodes is not None and arguments.num_nodes != 1:
-        raise LaunchError(f"--num_nodes {arguments.num_nodes}: {_LATER}; use Slurm or torchrun for several")
+        raise LaunchError(
+            f"--num_nodes {arguments.num_nodes}: this is one machine; name the others in a --hostfile, or start it on "
+            f"each with --node_rank"
+        )
     slots = _slots(Path(arguments.hostfile)) if arguments.hostfile else None
     if include and exclude:
         raise LaunchError("--include and --exclude are both given; give one")
@@ -50,7 +50,7 @@ def chosen_devices(arguments: Namespace, gpus: int) -> tuple[int | None, list[in
 def _indices(flag: str, text: str, there: Sequence[int], gpus: int) -> list[int]:
     """Of ``localhost:0,2`` or ``localhost``: the numbers, in order."""
     if "@" in text:
-        raise LaunchError(f"{flag} {text}: names several machines, and {_LATER}")
+        raise LaunchError(f"{flag} {text}: names several machines; they are to be in a --hostfile")
     host, _, numbers = text.partition(":")
     _check_here(flag, host)
     if not numbers:
@@ -64,33 +64,13 @@ def _indices(flag: str, text: str, there: Sequence[int], gpus: int) -> list[int]
 
 
 def _slots(path: Path) -> int | None:
-    """The processes that a hostfile gives this machine; None where there is no such file, as for DeepSpeed."""
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"--hostfile {path}: cannot be read: {error}") from None
-    hosts: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        line = line.partition("#")[0].strip()
-        if not line:
-            continue
-        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
-        if found is None or not int(found[2]):
-            raise LaunchError(f"--hostfile {path}, line {number}: {line!r}; expected HOST slots=NUMBER")
-        if found[1] in hosts:
-            raise LaunchError(f"--hostfile {path}, line {number}: {found[1]} is there twice")
-        hosts[found[1]] = int(found[2])
-    if not hosts:
-        raise LaunchError(f"--hostfile {path}: names no machine")
-    if len(hosts) > 1:
-        raise LaunchError(f"--hostfile {path}: names {len(hosts)} machines, and {_LATER}; use Slurm or torchrun")
-    ((host, slots),) = hosts.items()
-    _check_here("--hostfile", host)
-    return slots
+    """The processes that a hostfile of this machine alone gives it; None where there is no such file, as for DeepSpeed.
+
+    Of other files the job is started elsewhere: see places.cluster_hosts.
+    """
+    return read_hostfile(path)[0].slots if path.exists() else None
 
 
-def _check_here(flag: str, host: str) -> None:
-    if host not in (*_HERE, socket.gethostname(), socket.gethostname().partition(".")[0]):
-        raise LaunchError(f"{flag}: {host} is not this machine, and {_LATER}; call it localhost")
+def _check_here(flag: str, name: str) -> None:
+    if not Host(name, 1).is_here:
+        raise LaunchError(f"{flag}: {name} is not this machine; call it localhost, or name the others in a --hostfile")

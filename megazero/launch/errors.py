@@ -5,7 +5,8 @@ torchrun's agent all ranks of a machine share a directory (the parent of TORCHEL
 creates the file ``first_failure`` in it prints its error, the others only record theirs. An exception reaches
 `report_errors` before its process closes any connection, so the cause comes first. A process killed by a signal
 creates nothing, and its siblings would win; therefore one whose error looks like a lost connection waits a little:
-by then the cause has come forward, or the agent has seen the dead process and sends SIGTERM.
+by then the cause has come forward, or the agent has seen the dead process and sends SIGTERM. Where that signal came
+before the error, and whoever handled it knew what it means, the exception has an attribute ``told_to_end``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from megazero.errors import ConfigError, MegazeroError
+
+CRASHED, USER_ERROR, STUCK = 1, 2, 3
+"""Exit codes: an exception; what is the user's to mend; the watchdog's end. After the second a new start is no use."""
 
 _CONNECTION_WAIT = 15.0
 """Seconds a lost connection waits for its cause to come forward; the agent looks for dead processes every 0.1 s."""
@@ -49,14 +54,32 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         raise _Reported(128 + signal.SIGINT) from None
     except MegazeroError as error:
-        _report(error, f"error: {error}\n", _one_line(str(error)), code=2)
-        raise _Reported(2) from None
+        _report(error, f"error: {error}\n", _one_line(str(error)), code=USER_ERROR)
+        raise _Reported(USER_ERROR) from None
     except Exception as error:
         text = _traceback_text(error)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             text = f"rank {os.environ.get('RANK')}:\n{text}"
-        _report(error, text, _one_line("".join(traceback.format_exception_only(error))), code=1)
-        raise _Reported(1) from None
+        _report(error, text, _one_line("".join(traceback.format_exception_only(error))), code=CRASHED)
+        raise _Reported(CRASHED) from None
+
+
+def end_process(summary: str, text: str, shown: bool, then: Callable[[], object]) -> NoReturn:
+    """End this process from any thread, with STUCK. ``shown``: it speaks for the job, prints ``text`` and is named as
+    the first failure. ``then``: called when that is done."""
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if place is not None:
+        if shown:
+            with suppress(OSError):
+                (Path(place).parent.parent / "first_failure").touch()
+        _write_error_file(Path(place), text, summary, STUCK, first=shown)
+    if shown:
+        sys.stdout.flush()
+        print(text, end="", file=sys.stderr, flush=True)
+    try:
+        then()
+    finally:
+        os._exit(STUCK)
 
 
 class _Reported(SystemExit):
@@ -78,7 +101,7 @@ def _report(error: BaseException, text: str, summary: str, code: int) -> None:
 
 def _is_first(error: BaseException, shared: Path) -> bool:
     marker = shared / "first_failure"
-    if _is_lost_connection(error) and _told_to_end(marker):
+    if _is_lost_connection(error) and (getattr(error, "told_to_end", False) or _told_to_end(marker)):
         return False
     try:
         marker.touch(exist_ok=False)

@@ -1,35 +1,37 @@
-"""`megazero launch`: start a script on every process of one machine, on torchrun's elastic agent.
+"""`megazero launch`: start a script on every process of a job, on one machine or many, and again where it fails.
 
-The agent starts the workers, watches them, ends them all when one fails and passes signals on. Ours is the rest:
-loopback and a free port by default, one clear message at the end, and no process left behind.
+Loopback and a free port unless other machines are named, one clear message at the end, and no process left behind.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import uuid
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megazero.errors import LaunchError
 from megazero.integrations import hook
+from megazero.launch.agent import Part, run_part
+from megazero.launch.cluster import SIGNALS, Cluster, meeting_address
 from megazero.launch.devices import chosen_devices
-from megazero.launch.environment import keep_gloo_on_loopback
+from megazero.launch.errors import USER_ERROR
+from megazero.launch.exported import default_places, exported
+from megazero.launch.node import interface_to
+from megazero.launch.places import PORT, cluster_hosts, own_place
+from megazero.launch.verdict import Verdict
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+SUMMARY = "Run a script on several processes, of this machine or of many."
 
-SUMMARY = "Run a script on several processes of this machine."
-
-_GRACE_SECONDS = 120
-"""How long workers have to save and end after a signal before they are killed."""
+_FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
+"""Seconds before a restart: twice as many each time."""
+_SETTLED_SECONDS = 1800.0
+"""A start that lasted longer has been a good one: restarts are counted anew."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a script written for DeepSpeed: its imports of deepspeed mean megazero, and it gets --local_rank. SCRIPT "
         "may be another launcher's command, as in `-- accelerate launch train.py`",
     )
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N", help="start again after a failure, N times in a row"
+    )
+    parser.add_argument("--env", action="append", metavar="NAME=VALUE", help="a variable for every rank (repeatable)")
+    parser.add_argument(
+        "--log_dir", metavar="DIR", help="keep what each rank prints, in DIR/start_I/rank_N.out and .err"
+    )
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="with its options (default: ssh)")
     flags = parser.add_argument_group("as DeepSpeed's launcher has them")
     flags.add_argument("--num_gpus", type=int, metavar="N", help="as --nproc")
-    flags.add_argument("--num_nodes", type=int, metavar="N", help="only 1")
+    flags.add_argument("--num_nodes", type=int, metavar="N", help="only the first N machines; with --node_rank: of N")
+    flags.add_argument("--node_rank", type=int, metavar="I", help="started by hand on each machine: which this one is")
     flags.add_argument("-i", "--include", metavar="HOST:N,N…", help="one process on each of these GPUs")
     flags.add_argument("-e", "--exclude", metavar="HOST:N,N…", help="one process on each of the others")
-    flags.add_argument("-H", "--hostfile", metavar="FILE", help="lines of HOST slots=N; only this machine")
-    flags.add_argument("--master_addr", metavar="ADDRESS", help="where processes meet (default: 127.0.0.1)")
-    flags.add_argument("--master_port", type=int, metavar="PORT", help="and at which port (default: any free one)")
+    flags.add_argument("-H", "--hostfile", metavar="FILE", help="lines of HOST slots=N: start there over ssh")
+    flags.add_argument(
+        "--master_addr",
+        metavar="ADDRESS",
+        help="where processes meet (default: 127.0.0.1; of several machines, the first)",
+    )
+    flags.add_argument(
+        "--master_port",
+        type=int,
+        metavar="PORT",
+        help="and at which port (default: any free one; of several machines, 29500)",
+    )
     flags.add_argument("--no_local_rank", action="store_true", help="do not give the script --local_rank")
     parser.add_argument("script", metavar="SCRIPT", help="the Python script to run")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -71,16 +91,82 @@ def run(arguments: argparse.Namespace) -> int:
                 os.execvp(arguments.script, [arguments.script, *arguments.arguments])
         if not arguments.module and not Path(arguments.script).is_file():
             raise LaunchError(f"there is no script {arguments.script!r}")
-        nproc = _processes(arguments)
         command = ["-m"] if arguments.module else []
         if arguments.as_deepspeed and not arguments.no_local_rank:
             command.insert(0, "--local_rank")
-        meeting = arguments.master_addr or "127.0.0.1", arguments.master_port or 0
-        with tempfile.TemporaryDirectory(prefix="megazero-launch-", ignore_cleanup_errors=True) as directory:
-            return _run_agent(nproc, [*command, arguments.script, *arguments.arguments], directory, meeting)
+        command += [arguments.script, *arguments.arguments]
+        verdict = _with_restarts(arguments.restarts, _starter(arguments, command))
     except LaunchError as error:
         _say(str(error))
-        return 2
+        return USER_ERROR
+    if verdict.message:
+        _say(verdict.message)
+    return verdict.code
+
+
+def _with_restarts(restarts: int, start: Callable[[int], Verdict]) -> Verdict:
+    """Start the job, and again where it fails and that may help: at most ``restarts`` times in a row."""
+    failures = starts = 0
+    while True:
+        begin = time.monotonic()
+        os.environ["MEGAZERO_RESTARTS"] = str(starts)
+        verdict = start(starts)
+        if time.monotonic() - begin > _SETTLED_SECONDS:
+            failures = 0
+        if not verdict.may_be_restarted or failures == restarts:
+            return verdict
+        starts, failures = starts + 1, failures + 1
+        wait = min(_FIRST_WAIT * 2 ** (failures - 1), _LONGEST_WAIT)
+        _say(f"{verdict.message}; restart {failures} of at most {restarts} in a row, in {wait:g} s")
+        told = _pause(wait)
+        if told is not None:
+            return Verdict(128 + told, f"stopped by {signal.Signals(told).name}", stopped=True)
+
+
+def _pause(seconds: float) -> int | None:
+    """Sleep; the signal that cut it short, if one did."""
+    told: list[int] = []
+    before = {number: signal.signal(number, lambda n, frame: told.append(n)) for number in SIGNALS}
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not told:
+        time.sleep(0.1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return told[0] if told else None
+
+
+def _starter(arguments: argparse.Namespace, command: list[str]) -> Callable[[int], Verdict]:
+    """What starts the job once; it is given the number of starts before."""
+
+    def logs(start: int) -> str | None:
+        return f"{os.path.abspath(arguments.log_dir)}/start_{start}" if arguments.log_dir else None
+
+    hosts, reach = cluster_hosts(arguments)
+    variables = exported(os.environ, arguments.env or (), default_places())
+    if hosts:
+        meeting = arguments.master_addr or meeting_address(hosts), arguments.master_port or PORT
+        return lambda start: Cluster(
+            hosts, reach, command, {**variables, "MEGAZERO_RESTARTS": str(start)}, meeting, logs(start)
+        ).run()
+    os.environ.update(variables)
+    part = _part(arguments)
+
+    def here(start: int) -> Verdict:
+        with tempfile.TemporaryDirectory(prefix="megazero-launch-", ignore_cleanup_errors=True) as directory:
+            return run_part(part._replace(logs=logs(start)), command, directory)
+
+    return here
+
+
+def _part(arguments: argparse.Namespace) -> Part:
+    """This machine's part of a job that is started on each of its machines by hand, or by srun; or the whole of one."""
+    nodes, node, address, port = own_place(arguments)
+    nproc = _processes(arguments, nodes > 1)
+    if nodes == 1:
+        return Part(nproc, arguments.master_addr or "127.0.0.1", arguments.master_port or 0)
+    if name := interface_to(address, port):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    return Part(nproc, address, port, node, nodes)
 
 
 def _is_command(script: str) -> bool:
@@ -88,7 +174,7 @@ def _is_command(script: str) -> bool:
     return not script.endswith(".py") and shutil.which(script) is not None
 
 
-def _processes(arguments: argparse.Namespace) -> int:
+def _processes(arguments: argparse.Namespace, many: bool) -> int:
     if arguments.nproc is not None:
         if arguments.nproc < 1:
             raise LaunchError(f"--nproc {arguments.nproc}: at least 1 process is needed")
@@ -96,6 +182,8 @@ def _processes(arguments: argparse.Namespace) -> int:
             if getattr(arguments, flag) is not None:
                 raise LaunchError(f"--nproc and --{flag} are both given; give one")
     gpus = _gpu_count()
+    if many:
+        arguments = argparse.Namespace(**{**vars(arguments), "num_nodes": None})
     count, shown = chosen_devices(arguments, gpus)
     if shown is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -104,98 +192,12 @@ def _processes(arguments: argparse.Namespace) -> int:
     return arguments.nproc or count or gpus or 1
 
 
-def _run_agent(nproc: int, command: Sequence[str], directory: str, meeting: tuple[str, int]) -> int:
-    """Start ``command`` on ``nproc`` workers and wait for their end; error files go under ``directory``.
-
-    ``meeting``: address and port where the workers' process group meets; port 0: any free one.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    address, port = meeting
-    _silence_the_agent()
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, _core_count() // nproc))
-    keep_gloo_on_loopback()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_SECONDS))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        # With the static one the workers meet where they are told; with the other, at a port of its own choice.
-        rdzv_backend="static" if port else "c10d",
-        # Numbers and not names: the machine's own name need not resolve.
-        rdzv_endpoint=f"{address}:{port}",
-        rdzv_configs={"rank": 0} if port else {"is_host": True},
-        local_addr=address,
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=directory),
-    )
-    worker = str(Path(__file__).with_name("worker.py"))
-    try:
-        elastic_launch(config, sys.executable)("-u", worker, *command)
-    except ChildFailedError as error:
-        return _explain(error.failures)
-    except SignalException as error:
-        _say(f"stopped by {error.sigval.name}")
-        return 128 + error.sigval
-    return 0
-
-
-def _explain(failures: Mapping[int, ProcessFailure]) -> int:
-    """Say which rank failed first and why, as the last line; returns the exit code.
-
-    The cause, in this order: a rank that came forward as the first ([Note: first failure]), one that died of a
-    signal (SIGTERM is how the agent ends the others, so it counts least), one that ended without a word.
-    """
-
-    def order(rank: int) -> tuple[int, int]:
-        failure = failures[rank]
-        if _record(failure).get("first"):
-            return 0, rank
-        if failure.exitcode < 0:
-            return (3 if failure.exitcode == -signal.SIGTERM else 1), rank
-        return 2, rank
-
-    rank = min(failures, key=order)
-    failure = failures[rank]
-    record = _record(failure)
-    if record.get("first"):
-        _say(f"rank {rank} failed: {record['summary']}")
-        return record["code"]
-    if failure.exitcode < 0:
-        _say(f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}")
-        return 128 - failure.exitcode
-    _say(f"rank {rank} failed: {record.get('summary') or f'exit code {failure.exitcode}'}")
-    return failure.exitcode
-
-
-def _record(failure: ProcessFailure) -> Mapping:
-    """What `report_errors` wrote about the failure; empty where the process wrote nothing."""
-    return failure.error_file_data.get("megazero", {})
-
-
 def _say(message: str) -> None:
     sys.stdout.flush()
     print(f"megazero launch: {message}", file=sys.stderr, flush=True)
-
-
-def _silence_the_agent() -> None:
-    """Its log lines and banners repeat, at length, what `_explain` says."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic") or name == "torch.distributed.launcher.api":
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _core_count() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,6 +13,7 @@ import torch
 
 from megazero.config_tree import OptimizerSection, TrainSection
 from megazero.optim.adamw import AdamW
+from megazero.resilience.bad_steps import BadSteps
 from megazero.topology import Topology
 from megazero.zero.partial import GradientNorm, PartialSums
 from megazero.zero.sharded import ShardedModel
@@ -41,10 +42,13 @@ class OptimizerStep:
         optimizer: OptimizerSection,
         train: TrainSection,
         fp16: bool,
+        bad_steps: BadSteps | None = None,
     ) -> None:
+        """``bad_steps``: judges each step; without it one that is not finite stops the run."""
         device = topology.device
         self.sharded, self.topology = sharded, topology
         self.clip, self.train, self.fp16 = optimizer.clip_grad_norm, train, fp16
+        self.bad_steps = bad_steps
         self.adam = AdamW(sharded, optimizer.betas, optimizer.eps, optimizer.weight_decay, device)
         self.partial = PartialSums(sharded.trained, topology)
         self.norm = GradientNorm(sharded.trained, topology.coordinates, counts=sharded.groups.replicate.rank == 0)
@@ -78,12 +82,16 @@ class OptimizerStep:
         bad = ~torch.isfinite(squared)
         # In fp16 a smaller loss scale may help, as long as there is one.
         fatal = bad & (self.loss_scale <= self.train.min_loss_scale) if self.fp16 else bad
+        overflow = bad
+        if self.bad_steps is not None:
+            bad, fatal = self.bad_steps.judge(step, loss * ratio, bad, fatal)
         self.bad_step = torch.where((self.bad_step == 0) & fatal, float(step), self.bad_step)
-        bad = bad | (self.bad_step > 0)
+        stopped = self.bad_step > 0
+        bad, overflow = bad | stopped, overflow | stopped
         skip = bad.float()
         self.adam.step(lr, torch.where(bad, 1.0, ratio * clip), skip)
         if self.fp16:
             window = self.train.loss_scale_window
-            torch._amp_update_scale_(self.loss_scale, self.good_steps, skip, 2.0, 0.5, window)
+            torch._amp_update_scale_(self.loss_scale, self.good_steps, overflow.float(), 2.0, 0.5, window)
             self.loss_scale.clamp_(min=self.train.min_loss_scale)
         return StepSums(loss * ratio, norm, stop_all, skip)

@@ -47,16 +47,28 @@ class Stage(Protocol):
 
 
 class Executor:
-    """Runs action lists; ``transfers`` is None where the pipeline has one stage. ``trace`` may be set between steps."""
+    """Runs action lists; ``transfers`` is None where the pipeline has one stage. ``trace`` may be set between steps.
+    ``note`` is told of every batch of actions as it begins, and of a transfer again where what it brings is awaited."""
 
-    def __init__(self, stage: Stage, transfers: Transfers | None, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        transfers: Transfers | None,
+        trace: Trace | None = None,
+        note: Callable[[Action], None] | None = None,
+    ) -> None:
         self.stage, self.transfers, self.trace = stage, transfers, trace
+        self.note = note or _nothing
 
     def run(
         self, actions: Sequence[Action], micro_batches: Sequence[Any], on_loss: Callable[[torch.Tensor], None]
     ) -> None:
         """One step. ``on_loss`` is given each micro-batch's detached loss, on the last stage only."""
         _Run(self, micro_batches, on_loss).run(actions)
+
+
+def _nothing(action: Action) -> None:
+    pass
 
 
 class _Run:
@@ -66,6 +78,7 @@ class _Run:
         self, executor: Executor, micro_batches: Sequence[Any], on_loss: Callable[[torch.Tensor], None]
     ) -> None:
         self.stage, self.transfers, self.trace = executor.stage, executor.transfers, executor.trace
+        self.note = executor.note
         self.micro_batches, self.on_loss = micro_batches, on_loss
         self.receipts: dict[tuple[Kind, Pass], tuple[Action, Receipt]] = {}
         self.inputs: dict[Pass, torch.Tensor] = {}
@@ -76,6 +89,7 @@ class _Run:
         training = any(action.kind is Kind.REDUCE for action in actions)
         with torch.set_grad_enabled(training):
             for _, group in groups(actions):
+                self.note(group[0])
                 if group[0].kind in COMMUNICATION:
                     with self._traced(group):
                         self._communicate(group, training)
@@ -112,8 +126,11 @@ class _Run:
         if receive is None:
             return None
         assert self.transfers is not None
+        self.note(receive)
         with self._traced((receive,)):
-            return self.transfers.wait(receipt)
+            received = self.transfers.wait(receipt)
+        self.note(action)
+        return received
 
     def _forward(self, action: Action, x: torch.Tensor | None, training: bool) -> None:
         key = _pass_of(action)

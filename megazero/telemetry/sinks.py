@@ -42,6 +42,7 @@ def check_sinks(log: LogSection) -> None:
     ]
     paths = (
         ("log.jsonl", log.jsonl, False),
+        ("log.events", log.events, False),
         ("log.tensorboard", log.tensorboard, True),
         ("log.timeline", log.timeline, True),
     )

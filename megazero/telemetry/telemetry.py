@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from megazero.models.config import ModelConfig
 from megazero.models.parameters import flops_per_token
 from megazero.telemetry.commit import running_commit
 from megazero.telemetry.console import Console
+from megazero.telemetry.events import EventLog
 from megazero.telemetry.peaks import device_peak_flops
 from megazero.telemetry.sinks import JsonLines, Metrics, Sink, TensorBoard, WeightsAndBiases, check_sinks
 from megazero.telemetry.throughput import Throughput
@@ -56,6 +58,7 @@ class Telemetry:
             step,
         )
         self._console: Console | None = None
+        self._events = EventLog(Path(config.log.events)) if config.log.events and rank == 0 else None
         self._sinks: list[Sink] = []
         if rank == 0:
             self._start_sinks(config, model_config, layout, step)
@@ -118,6 +121,16 @@ class Telemetry:
         """A line for whoever watches, which leaves the progress bar whole."""
         if self._console is not None:
             self._console.message(text)
+
+    def event(self, kind: str, step: int, text: str, **fields: object) -> None:
+        """A line for whoever watches, and one in ``log.events``, where ``fields`` are too."""
+        self.message(text)
+        if self._events is not None:
+            try:
+                self._events.write(kind, step, {"text": text, **fields})
+            except OSError as error:
+                self._events = None
+                self.message(f"log.events: {error}; no further events go there")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

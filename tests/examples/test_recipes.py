@@ -117,6 +117,16 @@ def test_two_nodes(recipes: Recipes):
     assert failed.returncode != 0 and "MASTER is unset" in failed.stderr
 
 
+def test_a_hostfile(recipes: Recipes):
+    hosts = recipes.folder / "hosts"
+    hosts.write_text("node-a slots=4\nnode-b slots=4\n")
+    launcher, flags = recipes.launched("hostfile.sh", HOSTFILE=str(hosts), LAUNCH="--env A=b", TP="4", PP="2")
+    assert launcher == ["-m", "megazero", "launch", "--hostfile", str(hosts), "--restarts", "3", "--env", "A=b"]
+    assert parsed(flags, 8).parallel.tp == 4
+    failed = recipes.run("hostfile.sh", HOSTFILE="none")
+    assert failed.returncode != 0 and "HOSTFILE=none: no such file" in failed.stderr
+
+
 def test_slurm(recipes: Recipes):
     environment = SLURM | {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "TP": "8", "MODEL": "llama3-8b"}
     launcher, flags = recipes.launched("slurm.sbatch", **environment)

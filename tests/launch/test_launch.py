@@ -245,13 +245,18 @@ def test_workers_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_two_launches_at_once(tmp_path: Path) -> None:
-    """Each has its own store on the loopback, reachable by number."""
+    """Each has its own store on the loopback, reachable by number, and there alone."""
     source = """
 import os, socket, sys, time
 from pathlib import Path
 place, rank = Path(sys.argv[1]), os.environ["RANK"]
 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 socket.create_connection(address).close()
+try:  # at no other address of this machine
+    socket.create_connection(("127.0.0.2", address[1]))
+    os._exit(1)
+except ConnectionRefusedError:
+    pass
 (place / f"port{rank}").write_text(str(address[1]))
 while len(list(place.parent.glob("*/port*"))) < 4:
     time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""Requests to stop after the step under way: SIGTERM, SIGINT, or a time limit; and how ranks hear of each other's."""
+"""Requests to stop after the step under way: a signal (SIGUSR1 is Slurm's warning) or a time limit; and how ranks hear
+of each other's."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT; only a main thread may."""
+        """Take over SIGTERM, SIGINT and SIGUSR1; only a main thread may."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def uninstall(self) -> None:

@@ -1,0 +1,99 @@
+"""Where the processes of a job meet: a store that one machine serves at one address, and nowhere else.
+
+torch's own rendezvous listens on every interface of the machine. Who reaches the store can end the job or worse, so a
+job of one machine must listen on the loopback alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from megazero.errors import LaunchError
+
+BACKEND = "megazero"
+_PATIENCE = timedelta(minutes=5)
+"""For the other machines to come."""
+
+
+class Meeting(RendezvousHandler):
+    """Of ``nodes`` machines, this being number ``node``, at an address of number 0. They meet once.
+
+    ``listener``: on number 0 a socket that is bound there.
+    """
+
+    def __init__(
+        self, address: str, port: int, node: int, nodes: int, run_id: str, listener: socket.socket | None
+    ) -> None:
+        self._address, self._port, self._node, self._nodes, self._run_id = address, port, node, nodes, run_id
+        self._listener, self._store = listener, None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            is_host = self._listener is not None
+            descriptor = {"master_listen_fd": self._listener.detach()} if self._listener is not None else {}
+            self._store = dist.TCPStore(
+                self._address, self._port, self._nodes, is_host, _PATIENCE, multi_tenant=True, **descriptor
+            )
+        store = dist.PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, self._node, self._nodes, RendezvousStoreInfo(self._address, self._port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at this address of this machine; port 0: any free one. LaunchError where it cannot."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(4096)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen at {address}:{port}: {error.strerror or error}; --master_addr is to be an address of the "
+            f"first machine, and --master_port one that is free there"
+        ) from None
+    return listener
+
+
+def register() -> None:
+    """Make it known to torch's launcher; doing so twice is no harm."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+
+
+def _create(parameters: RendezvousParameters) -> Meeting:
+    settings: dict[str, Any] = parameters.config
+    address, _, port = parameters.endpoint.rpartition(":")
+    return Meeting(
+        address, int(port), settings["rank"], parameters.max_nodes, parameters.run_id, settings.get("listener")
+    )

@@ -1,0 +1,1 @@
+"""What keeps a run of many machines going, or ends it with a reason: watchdog, stragglers, replicas, signals."""
