@@ -24,7 +24,7 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Any) ->
     field = "model_parameters"
     if isinstance(optimizer, torch.optim.Optimizer):
         field = "optimizer"
-        if optimizer.state:
+        if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad has a state before it steps
             told = "has stepped or loaded a state already; give a new one, and load through engine.load_checkpoint"
             raise ConfigError.single(field, told)
         groups = optimizer.param_groups

@@ -74,10 +74,12 @@ class ShardOptimizer:
         self.all = [part for group in parts for part in group]
         for group, own in zip(optimizer.param_groups, parts, strict=True):
             group["params"] = [part.parameter for part in own]
-        # Some make their state with themselves (Adagrad before torch 2.13): what is of the parts stays.
+        # Some make their state with themselves (Adagrad): what is of the parts stays.
         own = {part.parameter for part in self.all}
         for parameter in [parameter for parameter in optimizer.state if parameter not in own]:
             del optimizer.state[parameter]
+        if isinstance(optimizer, torch.optim.Adagrad):
+            _fill(optimizer)
         self._stepping = False
         optimizer.register_step_pre_hook(self._check_caller)
         self.skips_on_device = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
@@ -90,9 +92,12 @@ class ShardOptimizer:
             raise ConfigError.single(
                 "zero_optimization.offload_optimizer",
                 f"{type(optimizer).__name__} as it is set up here goes to host memory as float32 alone; for "
-                "nvme or 16-bit state use Adam or AdamW, without amsgrad, maximize or foreach",
+                "nvme or 16-bit state use Adam or AdamW, without amsgrad, maximize, foreach or fused=False",
             )
+        self._begun: set[Part] = set()  # those whose moments on the host may be other than zero
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        optimizer.register_state_dict_post_hook(self._complete)
+        optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def settle(self) -> None:
         """Wait for what the host is updating."""
@@ -179,6 +184,9 @@ class ShardOptimizer:
         if self._host is None or not part.is_on_host:
             self.optimizer.state[part.parameter] = state
             return
+        if part in self._begun:
+            state = {name: torch.zeros(part.shape) for name in MOMENTS} | state
+        self._begun.add(part)
         kept = {name: value for name, value in state.items() if name not in MOMENTS}
         for name in MOMENTS:
             if part.block.store is None:
@@ -188,6 +196,24 @@ class ShardOptimizer:
             if name in state:
                 part.block.write_state(name, part.range.start, state[name])
         self.optimizer.state[part.parameter] = kept
+
+    def forget_state(self) -> None:
+        """As before the first step."""
+        self.settle()
+        self.optimizer.state.clear()
+
+    def _complete(self, _: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """``optimizer.state_dict()`` was called: moments that are not tensors here belong in it as well."""
+        for index, part in enumerate(self.all):
+            if index in saved["state"]:
+                saved["state"][index] = self.state_of(part)
+
+    def _loaded(self, _: torch.optim.Optimizer) -> None:
+        """``optimizer.load_state_dict`` was called, which has put new tensors in place of the host's."""
+        self.settle()
+        for part in self.all:
+            if self.optimizer.state.get(part.parameter):
+                self.set_state(part, self.optimizer.state[part.parameter])
 
     def state_of(self, part: Part) -> dict[str, Any]:
         """What the optimizer keeps for a part; moments that are not float32 tensors are read, and copies."""
@@ -201,3 +227,13 @@ class ShardOptimizer:
     def _check_caller(self, *_: Any) -> None:
         if not self._stepping:
             raise MegazeroError("optimizer.step() would change nothing here; call engine.step() instead")
+
+
+def _fill(optimizer: torch.optim.Adagrad) -> None:
+    """The state with which it begins, of parameters that it was not made with."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                total = torch.full_like(parameter, group["initial_accumulator_value"])
+                step = torch.zeros((), device=parameter.device if group.get("fused") else "cpu")
+                optimizer.state[parameter] = {"step": step, "sum": total}

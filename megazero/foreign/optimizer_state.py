@@ -148,6 +148,7 @@ def load_optimizer(
             else:
                 group[name] = decode(value)
     if not saved["common"] and not checkpoint.kinds - {"weight"}:
+        optimizer.forget_state()
         return  # saved before the first step
     for group, parts in zip(optimizer.optimizer.param_groups, optimizer.parts, strict=True):
         for part in parts:

@@ -8,6 +8,7 @@ import torch
 
 from megazero.ds_config.optimizers import Lion
 from megazero.ds_config.schedulers import SCHEDULES
+from megazero.errors import MegazeroError
 
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
@@ -22,12 +23,25 @@ __compatible_ops__ = {AsyncIOBuilder.NAME: False}
 
 
 def _adam(params: Any, decoupled: bool, others: dict[str, Any], **options: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    if any(isinstance(group, dict) and _is_of_another(group) for group in params):
+        raise MegazeroError(
+            "the optimizer is not Adam, and accelerate replaces every optimizer by DeepSpeedCPUAdam under "
+            "zero_optimization.offload_optimizer; to train with yours, set zero_force_ds_cpu_optimizer to false in the "
+            "ds_config"
+        )
     for name, only in (("bias_correction", True), ("fp32_optimizer_states", True)):
         if others.pop(name, only) != only:
             raise ValueError(f"{name}={not only}: megazero does not have it; leave it out")
     others.pop("set_grad_none", None)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     return kind(params, **options, **others)
+
+
+def _is_of_another(group: dict[str, Any]) -> bool:
+    """Whether it is a group of an optimizer's other than Adam and AdamW, with its options."""
+    lacks = "differentiable" in group and not {"betas", "eps", "amsgrad"} <= group.keys()  # one of torch's own
+    return lacks or "momentum" in group or isinstance(group.get("eps"), tuple)
 
 
 def DeepSpeedCPUAdam(  # noqa: N802
@@ -64,8 +78,8 @@ def DeepSpeedCPUAdagrad(  # noqa: N802
     model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, **others: Any
 ) -> torch.optim.Optimizer:
     """torch's Adagrad."""
-    others.pop("amsgrad", None)
-    others.pop("fp32_optimizer_states", None)
+    for name in ("amsgrad", "fp32_optimizer_states", "adamw_mode"):  # the last is accelerate's
+        others.pop(name, None)
     return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **others)
 
 

@@ -70,7 +70,7 @@ class HostAdam:
 
     def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> Arrival:
         scalars.arrival.wait_on_host()
-        scale, skip, step = scalars.values.tolist()
+        scale, skip, _ = scalars.values.tolist()
         arrival = ARRIVED
         if skip or not targets:  # of a block whose last slice is padding, a rank may own no more than that
             if block.store is not None:
@@ -82,6 +82,7 @@ class HostAdam:
             grad = block.host_grad.there()
         numel, size = block.owned[1] - block.owned[0], self._tier.settings.buffer_size
         counts = [scalars.values[2] if target.count is None else target.count.add_(1) for target in targets]
+        step = float(counts[0])
         for start in range(0, numel, size):
             end = min(start + size, numel)
             with meter.timed("files"):

@@ -207,6 +207,21 @@ def test_functions_that_make_the_optimizer_and_the_scheduler() -> None:
     assert isinstance(optimizer, torch.optim.Adagrad) and scheduler.get_last_lr() == pytest.approx([1e-4])
 
 
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+def test_an_optimizer_that_has_a_state_before_it_steps(zero: dict[str, Any]) -> None:
+    model, reference = net(), net()
+    config = settings(2)
+    config["zero_optimization"] |= zero
+    made = [torch.optim.Adagrad(of.parameters(), lr=0.1, initial_accumulator_value=0.5) for of in (model, reference)]
+    engine, *_ = megazero.initialize(model=model, optimizer=made[0], config=config)
+    assert steps(engine) == pytest.approx(plain_steps(reference, made[1]), rel=1e-6)
+    assert_same(engine, reference)
+    stepped = torch.optim.Adagrad(reference.parameters())
+    stepped.load_state_dict(made[1].state_dict())
+    with pytest.raises(ConfigError, match="has stepped"):
+        megazero.initialize(model=reference, optimizer=stepped, config=config)
+
+
 def test_groups_of_named_parameters_and_the_rest_frozen() -> None:
     model = net()
     model.second.requires_grad_(False)

@@ -9,9 +9,11 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 
-from megazero.errors import LaunchError
+from megazero.errors import LaunchError, MegazeroError
 from megazero.integrations import hook
+from megazero.integrations.optimizers import DeepSpeedCPUAdam
 from megazero.launch.environment import free_port
 from tests.integrations.launched import HERE, launched, python
 
@@ -59,6 +61,16 @@ def test_by_the_launcher(tmp_path: Path) -> None:
 
 def test_by_one_process_without_a_launcher(tmp_path: Path) -> None:
     check(found(python("-m", "megazero.integrations.deepspeed", RUN, tmp_path)))
+
+
+def test_an_optimizer_that_accelerate_would_replace_is_an_error() -> None:
+    """accelerate gives DeepSpeedCPUAdam the groups of whatever is to be offloaded."""
+    own = [kind([torch.ones(2)]).param_groups for kind in (torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam)]
+    for groups in (*own, [{"params": [torch.ones(2)], "lr": 0.1, "eps": (1e-30, 1e-3)}]):  # the last is Adafactor's
+        with pytest.raises(MegazeroError, match="set zero_force_ds_cpu_optimizer to false"):
+            DeepSpeedCPUAdam(groups, lr=0.1, adamw_mode=False)
+    for given in (torch.optim.Adam([torch.ones(2)]).param_groups, [{"params": [torch.ones(2)], "name": "own"}]):
+        assert DeepSpeedCPUAdam(given, adamw_mode=False).param_groups[0]["params"] == given[0]["params"]
 
 
 def test_nobody_else_does() -> None:

@@ -106,5 +106,36 @@ def test_whole_state_of_a_parameter_is_read_and_set(tmp_path: Path) -> None:
         engine.destroy()
 
 
+def test_the_optimizer_s_own_state_is_taken_back_and_forgotten(tmp_path: Path) -> None:
+    """state_dict and load_state_dict, an emptied ``state``, and a checkpoint of before the first step: each goes on as
+    the run did from there, wherever the moments are."""
+
+    def losses(engine: Any, first: int, weights: dict[str, torch.Tensor] | None = None) -> list[float]:
+        for name, value in (weights or {}).items():
+            megazero.zero.safe_set_full_fp32_param(engine.module.get_parameter(name), value)
+        found = []
+        for step in range(first, first + 3):
+            found.append(models.loss_of(engine, models.batch(step, 0, 0)))
+            engine.backward(found[-1])
+            engine.step()
+        return [loss.item() for loss in found]
+
+    for number, way in enumerate(({}, {"offload_optimizer": {"device": "cpu"}}, nvme_of(tmp_path / "files"))):
+        config = models.config(2, 1, 0.5, zero_optimization=way, optimizer=models.ADAMW)
+        engine, optimizer, *_ = megazero.initialize(model=models.build(models.Odd), config=config)
+        engine.save_checkpoint(tmp_path / str(number))
+        new = models.whole_weights(engine)
+        from_start = losses(engine, 0)
+        weights, state = models.whole_weights(engine), copy.deepcopy(optimizer.state_dict())
+        onwards = losses(engine, 3)
+        optimizer.load_state_dict(state)
+        assert losses(engine, 3, weights) == onwards, way
+        optimizer.state.clear()
+        assert losses(engine, 0, new) == from_start, way
+        engine.load_checkpoint(tmp_path / str(number))
+        assert losses(engine, 0) == from_start, way
+        engine.destroy()
+
+
 def nvme_of(directory: Path) -> dict[str, Any]:
     return {"offload_optimizer": {"device": "nvme", "nvme_path": str(directory)}}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import megazero
 from megazero.models.config import ModelConfig
 from megazero.zero.offload.formats import Noise, join, round_at_random, split
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
@@ -73,6 +74,34 @@ def test_runs_in_fewer_bits_stay_near() -> None:
     for state, share in (({"masters": "split"}, 0.0), ({"moments": "bf16"}, 2.0), (BOTH, 3.0)):
         far = (losses({**CPU, **state}, 4) - plain).abs()
         assert far.median() <= share * band.median() and far.max() <= 2 * band.max(), (state, far)
+
+
+def test_a_foreign_model_s_parameters_are_rounded_anew_at_each_step() -> None:
+    """Without masters, steps of 1/8 of the last place: after 64 each element has gone the binomial way, 8 places in the
+    mean, sqrt(64 · 1/8 · 7/8) the deviation."""
+
+    class Down(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2000))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight.float().sum()
+
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2**-11, "weight_decay": 0.0}},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+    }
+    engine, *_ = megazero.initialize(model=Down(), config=config)
+    for _ in range(64):
+        engine.backward(engine())
+        engine.step()
+    places = (1 - megazero.zero.safe_get_full_fp32_param(engine.module.weight)) * 256
+    engine.destroy()
+    assert float(places.mean()) == pytest.approx(8, abs=0.3)
+    assert float(places.std()) == pytest.approx(7**0.5, abs=0.3)
 
 
 def test_second_moments_in_bf16_decay() -> None:
