@@ -312,7 +312,7 @@ def _offload(config: Config) -> Problems:
             "zero.offload_optimizer.device",
             f"{state.device} has no meaning with {stage}; use 1, 2 or 3, which on one process cut nothing",
         )
-    if state.device == "nvme" and state.nvme_path is None:
+    if state.device == "nvme" and not state.nvme_path:
         yield (
             "zero.offload_optimizer.nvme_path",
             "is missing, and zero.offload_optimizer.device = nvme; give a directory on a fast local disk",

@@ -342,7 +342,7 @@ def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
     state, parameters = _tier(reading, _STATE, "cpu_offload"), _tier(reading, _PARAM, "cpu_offload_param")
     if state != "none" and stage < 1:
         yield f"{_STATE}.device", f"{state} needs zero_optimization.stage 1, 2 or 3; on one process they cut nothing"
-    if state == "nvme" and get(f"{_STATE}.nvme_path") is None:
+    if state == "nvme" and not get(f"{_STATE}.nvme_path"):
         yield f"{_STATE}.nvme_path", f"is missing, and {_STATE}.device is nvme; give a directory on a fast local disk"
     if state == "nvme" and get("checkpoint.async_save"):
         told = f"would copy to host memory what {_STATE}.device nvme keeps out of it"

@@ -63,12 +63,12 @@ def _indices(flag: str, text: str, there: Sequence[int], gpus: int) -> list[int]
     return found
 
 
-def _slots(path: Path) -> int | None:
-    """The processes that a hostfile of this machine alone gives it; None where there is no such file, as for DeepSpeed.
+def _slots(path: Path) -> int:
+    """The processes that a hostfile of this machine alone gives it.
 
     Of other files the job is started elsewhere: see places.cluster_hosts.
     """
-    return read_hostfile(path)[0].slots if path.exists() else None
+    return read_hostfile(path)[0].slots
 
 
 def _check_here(flag: str, name: str) -> None:

@@ -22,7 +22,7 @@ def cluster_hosts(arguments: Namespace) -> tuple[list[Host], Reach]:
     per_node = arguments.nproc or arguments.num_gpus
     if arguments.node_rank is not None:
         return [], reach
-    if arguments.hostfile and Path(arguments.hostfile).exists():
+    if arguments.hostfile:
         found = read_hostfile(Path(arguments.hostfile))
         if len(found) == 1 and found[0].is_here:
             return [], reach

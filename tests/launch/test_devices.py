@@ -62,7 +62,8 @@ def test_hostfiles(tmp_path: Path) -> None:
 
     assert chosen("# mine\nlocalhost slots=3  # all\n\n") == (3, None)
     assert chosen("localhost slots=3", include="localhost:0,2") == (2, None)
-    assert chosen_devices(flags(hostfile=str(tmp_path / "none")), 4) == (None, None)
+    with pytest.raises(LaunchError, match="--hostfile .*none: cannot be read"):
+        chosen_devices(flags(hostfile=str(tmp_path / "none")), 4)
     for text, message in (
         ("localhost\n", "line 1: 'localhost'; expected HOST slots=NUMBER"),
         ("localhost slots=1\nlocalhost slots=2", "line 2: localhost is there twice"),

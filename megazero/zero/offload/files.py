@@ -34,7 +34,7 @@ class StateFile:
 
     def __init__(self, directory: str, needed: int) -> None:
         """``needed``: bytes that the file will have. Raises OffloadError where they cannot be had."""
-        root = Path(directory)
+        root = Path(directory).expanduser()
         try:
             root.mkdir(parents=True, exist_ok=True)
             with _locked(root):
