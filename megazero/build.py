@@ -33,6 +33,7 @@ from megazero.zero.blocks import decoder_units
 from megazero.zero.groups import data_parallel
 from megazero.zero.hooks import install_hooks
 from megazero.zero.offload.activations import HostActivations
+from megazero.zero.offload.tier import TierMaker, claim_tier
 from megazero.zero.sharded import ShardedModel, ZeroSettings, leave_meta
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,8 +69,10 @@ def describe_stage(
     return decoder, specs
 
 
-def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: torch.dtype) -> DecoderStage:
-    """This rank's stage, its parameters in place but not yet given values."""
+def build_stage(
+    config: Config, model: ModelConfig, topology: Topology, dtype: torch.dtype, make_tier: TierMaker = claim_tier
+) -> DecoderStage:
+    """This rank's stage, its parameters in place but not yet given values. ``make_tier``: as of ShardedModel."""
     device = topology.device
     tp = TensorParallel(
         topology.layout.tp,
@@ -95,6 +98,7 @@ def build_stage(config: Config, model: ModelConfig, topology: Topology, dtype: t
         dtypes=dict.fromkeys(specs, dtype),
         grad_dtype=DTYPES[config.train.grad_dtype],
         device=device,
+        make_tier=make_tier,
     )
     install_hooks(sharded)
     contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)

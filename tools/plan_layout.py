@@ -47,6 +47,7 @@ IN_ENVIRONMENT = {"model.preset", "data.seq_length", "train.global_batch_size", 
 MOST_GPUS = 1 << 20
 LONGEST = 8192  # tokens of a sequence, where none is given
 TOKENS_PER_STEP = 1 << 22  # where no batch is given
+OFF_DEVICE = ("host", "files")
 TOKENS_PER_GPU = 1024  # and, on thousands of GPUs, at least so many on each
 
 
@@ -331,11 +332,21 @@ def dry_run_lines(plan: Plan, gpus: int, rank: int) -> Iterator[str]:
     place = ", ".join(f"{axis} {at}" for axis, at in plan.config.layout(gpus).coordinates(rank).items())
     yield f"rank {rank} ({place}), built and run on paper:"
     yield f"  model state: {counted.state:,} B, planned {expected.state:,} B"
+    for what, found, wanted in (
+        ("host memory", counted.host, expected.host),
+        ("files", counted.files, expected.files),
+    ):
+        if found or wanted:
+            yield f"  {what}: {found:,} B, planned {wanted:,} B"
     for route in sorted(counted.traffic.keys() | expected.traffic.keys()):
-        yield (
-            f"  {route.group} {route.kind}, {route.itemsize} B an element: {counted.traffic[route]:,} elements a step, "
-            f"planned {expected.traffic[route]:,}"
-        )
+        found, wanted = counted.traffic[route], expected.traffic[route]
+        if route.group in OFF_DEVICE:
+            yield f"  {route.group} {route.kind}: {found:,} B a step, planned {wanted:,} B"
+        else:
+            yield (
+                f"  {route.group} {route.kind}, {route.itemsize} B an element: {found:,} elements a step, "
+                f"planned {wanted:,}"
+            )
     if counted != expected:
         raise LaunchError(f"the dry run of rank {rank} differs from the plan: that is a mistake in the planner")
 

@@ -31,19 +31,26 @@ from megazero.pipeline.p2p import Receipt, Transfers
 from megazero.pipeline.schedules import Schedule, build_schedule
 from megazero.planner.activations import kernels
 from megazero.planner.model_state import model_state, stage_buffers
+from megazero.planner.offload import block_shares, moved
+from megazero.planner.paper_tier import PaperTier
 from megazero.planner.step_time import stage_counts
 from megazero.planner.traffic import Route, Traffic, check_planned, group_name, step_traffic
 from megazero.stage import DecoderStage, MicroBatch
 from megazero.topology import Topology
+from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import BlockShare, host_state
 from megazero.zero.sharded import ShardedModel
 
 
 @dataclass(frozen=True)
 class Account:
-    """One rank's bytes of model state and traffic per step, counted or planned."""
+    """One rank's bytes of model state and traffic per step, counted or planned. ``state``: on the device; ``host``: in
+    host memory, ``files``: in files, what the update and the copies work in included."""
 
     state: int
     traffic: Traffic
+    host: int = 0
+    files: int = 0
 
 
 def planned(config: Config, world_size: int, rank: int) -> Account:
@@ -51,14 +58,22 @@ def planned(config: Config, world_size: int, rank: int) -> Account:
     check_planned(config)
     layout, model = config.layout(world_size), config.model.architecture
     pp_rank, buffers = layout.coordinates(rank)["pp"], stage_buffers(config, model, layout, rank)
-    precision = kernels(config, gpu=True).precision
-    state = model_state(
-        buffers.all, layout.coordinates(rank)["dp"], config.zero.stage, precision, config.train.grad_dtype
-    )
+    precision, grads = kernels(config, gpu=True).precision, config.train.grad_dtype
+    stage, offload, micro_batches = config.zero.stage, Offload.of(config.zero), config.micro_batches(layout.dp)
+    dp_rank = layout.coordinates(rank)["dp"]
+    state = model_state(buffers.all, dp_rank, stage, precision, grads, offload, micro_batches > 1)
     counts = stage_counts(config, model)
     chunks = [(counts[i], i == 0, i == len(counts) - 1) for i in range(pp_rank, len(counts), layout.pp)]
     actions = _schedule(config, layout)[pp_rank]
-    return Account(state.total, step_traffic(config, model, layout, rank, buffers, chunks, actions))
+    traffic = step_traffic(config, model, layout, rank, buffers, chunks, actions)
+    if not offload.active:
+        return Account(state.total, traffic)
+    shares = block_shares(buffers.all, stage, precision, grads, offload)
+    host, link = host_state(shares, offload, gpu=True), moved(shares, stage, offload, micro_batches)
+    beside = {("host", "out"): link.out, ("host", "back"): link.back}
+    beside |= {("files", "read"): host.files, ("files", "write"): host.files}
+    traffic.update({Route(*names, 1): size for names, size in beside.items() if size})
+    return Account(state.total, traffic, host.memory, host.files)
 
 
 def dry_run(config: Config, world_size: int, rank: int) -> Account:
@@ -72,10 +87,13 @@ def dry_run(config: Config, world_size: int, rank: int) -> Account:
     train = config.train.model_copy(update={"compile": False, "precision": precision})
     config = config.model_copy(update={"train": train})
     with _alone(rank, world_size):
-        topology = Topology(layout, rank, torch.device("meta"))
-        stage = build_stage(config, model, topology, DTYPES[precision])
+        topology, counter = Topology(layout, rank, torch.device("meta")), _Counter(layout, rank)
+
+        def make_tier(offload: Offload, device: torch.device, shares: Sequence[BlockShare]) -> PaperTier:
+            return PaperTier(offload, host_state(shares, offload, gpu=True), counter.traffic)
+
+        stage = build_stage(config, model, topology, DTYPES[precision], make_tier)
         optimizer = OptimizerStep(stage.sharded, topology, config.optimizer, config.train, fp16=precision == "fp16")
-        counter = _Counter(layout, rank)
         size = config.train.micro_batch_size * config.data.seq_length
         shape = (stage.tp.local_tokens(size), model.hidden_size)
         transfers = _Counted(counter, shape, DTYPES[precision]) if layout.pp > 1 else None
@@ -84,14 +102,19 @@ def dry_run(config: Config, world_size: int, rank: int) -> Account:
         micro_batches = [(index, _micro_batch(config)) for index in range(count)]
         for run in ({count - 1}, {0, 1, count - 1}):
             counter.traffic.clear()
-            executor = Executor(_Representative(stage, counter.traffic, run, DTYPES[precision]), transfers)
+            held = _Held(stage.sharded)
+            executor = Executor(_Representative(stage, held, counter.traffic, run, DTYPES[precision]), transfers)
             with counter:
                 executor.run(actions, micro_batches, on_loss=lambda loss: None)
                 stage.sharded.finish_gradients()
-                held = _held_bytes(stage.sharded)
+                held.look()
                 loss = torch.zeros((), dtype=torch.float64, device="meta")
                 optimizer.run(1, 0.0, loss, 1.0, 1, stop=False)
-        return Account(held, Counter({route: count for route, count in counter.traffic.items() if count}))
+        traffic = Counter({route: count for route, count in counter.traffic.items() if count})
+        tier = stage.sharded.tier
+        if not isinstance(tier, PaperTier):
+            return Account(held.bytes, traffic)
+        return Account(held.bytes, traffic, tier.memory.taken, tier.files)
 
 
 def _schedule(config: Config, layout: Layout) -> Schedule:
@@ -113,14 +136,32 @@ def _micro_batch(config: Config) -> dict[str, torch.Tensor]:
     return micro_batch
 
 
-def _held_bytes(sharded: ShardedModel) -> int:
-    """Bytes of every storage that the blocks and the optimizer hold, all gradients there."""
-    storages = {}
-    for block in sharded.blocks:
-        for held in (*vars(block).values(), *block.optimizer_state.values()):
-            if isinstance(held, torch.Tensor):
-                storages[held.untyped_storage()._cdata] = held.untyped_storage().nbytes()
-    return sum(storages.values())
+class _Held:
+    """Bytes of every storage on the device that the blocks and the optimizer hold, of each block at the moment when it
+    holds most. That is the end of the step's last backward; but gradients that leave are gone by then, and those that
+    micro-batches have added up whole (below stage 2) are there when it begins."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded, self._most = sharded, [0] * len(sharded.blocks)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._most)
+
+    def begin_backward(self) -> None:
+        if self._sharded.tier is not None and not self._sharded.sharding.gradients:
+            self.look()
+
+    def look(self) -> None:
+        tier = self._sharded.tier
+        elsewhere = tier.memory.storages if isinstance(tier, PaperTier) else set()
+        for index, block in enumerate(self._sharded.blocks):
+            storages = {}
+            for held in (*vars(block).values(), *block.optimizer_state.values()):
+                if isinstance(held, torch.Tensor):
+                    storages[held.untyped_storage()._cdata] = held.untyped_storage().nbytes()
+            size = sum(size for storage, size in storages.items() if storage not in elsewhere)
+            self._most[index] = max(self._most[index], size)
 
 
 class _Agreeing(FakeStore):
@@ -165,8 +206,8 @@ class _Representative:
     Micro-batch 1 comes before those that are not run in every pass of every schedule.
     """
 
-    def __init__(self, stage: DecoderStage, traffic: Traffic, run: set[int], dtype: torch.dtype) -> None:
-        self._stage, self._traffic, self._run, self._dtype = stage, traffic, run, dtype
+    def __init__(self, stage: DecoderStage, held: _Held, traffic: Traffic, run: set[int], dtype: torch.dtype) -> None:
+        self._stage, self._held, self._traffic, self._run, self._dtype = stage, held, traffic, run, dtype
         self._seen: dict[tuple[str, int], Traffic] = {}  # of micro-batch 1's pass, by kind and chunk
         self._passes: dict[int, tuple[int, torch.Tensor | None]] = {}  # by the output's id: micro-batch and input
         self.gather, self.reduce = stage.gather, stage.reduce
@@ -187,6 +228,7 @@ class _Representative:
     def backward(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
         index, x = self._passes.pop(id(output))
         if self._runs("backward", index, chunk):
+            self._held.begin_backward()
             with self._noted("backward", index, chunk):
                 self._stage.backward(output, gradient, chunk)
         elif x is not None:

@@ -30,7 +30,8 @@ class Collective(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What traffic is counted by. ``group``: tp, dp, pp, world; or, of some coordinates along an axis, tp[0,1]."""
+    """What traffic is counted by. ``group``: tp, dp, pp, world; or, of some coordinates along an axis, tp[0,1]. Bytes
+    between the device and the host, and between that and files, are those of a group host or files."""
 
     group: str
     kind: str

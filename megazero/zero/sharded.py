@@ -27,10 +27,9 @@ from megazero.zero.flat import FlatLayout, buckets, optimizer_group
 from megazero.zero.gathering import Gathering
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
-from megazero.zero.offload.memory import check_host_memory, wait_for_all
 from megazero.zero.offload.settings import Offload
-from megazero.zero.offload.sizes import host_state, shares_of
-from megazero.zero.offload.tier import Tier
+from megazero.zero.offload.sizes import shares_of
+from megazero.zero.offload.tier import Tier, TierMaker, claim_tier
 from megazero.zero.order import UseOrder
 from megazero.zero.reduction import GradientReduction
 
@@ -112,8 +111,10 @@ class ShardedModel:
         group_of: Callable[[str, ShardSpec], str] = optimizer_group,
         source_of: Callable[[str, nn.Parameter], Callable[[], torch.Tensor]] | None = None,
         guard: Guard | None = None,
+        make_tier: TierMaker = claim_tier,
     ) -> None:
         """``dtypes``: of each parameter's copy for the model's use. ``group_of``: a parameter's optimizer group.
+        ``make_tier``: for what is kept off the device, where anything is.
 
         ``source_of``: asked block by block before a parameter gets its place, for a function that gives the whole of
         its values, the same on every rank; without it the blocks are left to be loaded.
@@ -134,10 +135,7 @@ class ShardedModel:
         shares = shares_of(list(chain(*plans)), share, self.sharding.parameters, grad_dtype, settings.offload)
         self.tier: Tier | None = None
         if settings.offload.active:
-            host = host_state(shares, settings.offload, gpu=device.type == "cuda")
-            check_host_memory("offload_optimizer.device", host.memory)
-            self.tier = Tier(settings.offload, device, host)  # which looks at the room on the disk
-            wait_for_all()
+            self.tier = make_tier(settings.offload, device, shares)
         self.hooks: list[RemovableHandle] = []  # of hooks.py, on modules and parameters
         self.blocks: list[Block] = []
         self.units: list[_Unit] = []

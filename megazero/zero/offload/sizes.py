@@ -14,7 +14,7 @@ from megazero.zero.flat import FlatLayout
 from megazero.zero.offload.formats import OFFSETS
 from megazero.zero.offload.media import record_places
 from megazero.zero.offload.settings import Offload
-from megazero.zero.offload.store import stored_fields
+from megazero.zero.offload.store import masters_of, stored_fields
 
 
 class BlockShare(NamedTuple):
@@ -108,12 +108,16 @@ def host_state(shares: Sequence[BlockShare], offload: Offload, gpu: bool) -> Hos
             state += share.numel * sum(dtype.itemsize for dtype in fields.values())
     buffers = offload.buffer_count * record
     if leaving:
-        buffers += _scratch(offload) + (offload.buffer_count * offload.buffer_size * 4 if gpu else 0)
+        buffers += _scratch(leaving, offload)
+    if gpu:  # new values on their way to the device, piece by piece
+        pieces = sum(-(-share.numel // offload.buffer_size) for share in leaving if not share.values_leave)
+        buffers += min(offload.buffer_count, pieces) * offload.buffer_size * 4
     return HostState(parameters, gradients, state, files, record, buffers)
 
 
-def _scratch(offload: Offload) -> int:
+def _scratch(leaving: Sequence[BlockShare], offload: Offload) -> int:
     """Room for a piece's float32 gradient, for what is stored otherwise, and the bits that round at random."""
-    pieces = 1 + 2 * (offload.moments == "bf16") + (offload.masters != "fp32")
+    masters = any(masters_of(offload, share.values_leave) != "fp32" for share in leaving)
+    pieces = 1 + 2 * (offload.moments == "bf16") + masters
     noise = "bf16" in (offload.moments, offload.masters)
     return 4 * (pieces * offload.buffer_size + noise * (offload.buffer_size + OFFSETS))

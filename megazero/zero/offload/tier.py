@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
@@ -12,10 +12,10 @@ import torch
 from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
 from megazero.zero.offload.media import Disk
-from megazero.zero.offload.memory import HostMemory
+from megazero.zero.offload.memory import HostMemory, check_host_memory, wait_for_all
 from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
-from megazero.zero.offload.sizes import HostState
+from megazero.zero.offload.sizes import BlockShare, HostState, host_state
 
 
 class Tier:
@@ -84,6 +84,20 @@ class Tier:
         if name not in self._scratch:
             self._scratch[name] = self.memory.empty(self.settings.buffer_size, torch.float32)
         return self._scratch[name][:numel]
+
+
+TierMaker = Callable[[Offload, torch.device, Sequence[BlockShare]], Tier]
+"""From the settings, the device, and what the rank owns of each block."""
+
+
+def claim_tier(settings: Offload, device: torch.device, shares: Sequence[BlockShare]) -> Tier:
+    """The tier of this process, when all of its machine's have looked whether there is room. Raises ConfigError and
+    OffloadError where there is not."""
+    planned = host_state(shares, settings, gpu=device.type == "cuda")
+    check_host_memory("offload_optimizer.device", planned.memory)
+    tier = Tier(settings, device, planned)  # which looks at the room on the disk
+    wait_for_all()
+    return tier
 
 
 def _counted(threads: int) -> str:
