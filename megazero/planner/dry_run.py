@@ -70,8 +70,11 @@ def planned(config: Config, world_size: int, rank: int) -> Account:
         return Account(state.total, traffic)
     shares = block_shares(buffers.all, stage, precision, grads, offload)
     host, link = host_state(shares, offload, gpu=True), moved(shares, stage, offload, micro_batches)
+    # A slice that is all padding is read and not changed.
+    owned = [buffer.layout.group_ranges(*buffer.layout.shard(dp_rank)) for buffer in buffers.all]
+    written = host_state([share for share, own in zip(shares, owned, strict=True) if own], offload, gpu=True).files
     beside = {("host", "out"): link.out, ("host", "back"): link.back}
-    beside |= {("files", "read"): host.files, ("files", "write"): host.files}
+    beside |= {("files", "read"): host.files, ("files", "write"): written}
     traffic.update({Route(*names, 1): size for names, size in beside.items() if size})
     return Account(state.total, traffic, host.memory, host.files)
 
@@ -86,8 +89,8 @@ def dry_run(config: Config, world_size: int, rank: int) -> Account:
     precision = kernels(config, gpu=True).precision
     train = config.train.model_copy(update={"compile": False, "precision": precision})
     config = config.model_copy(update={"train": train})
-    with _alone(rank, world_size):
-        topology, counter = Topology(layout, rank, torch.device("meta")), _Counter(layout, rank)
+    with alone(rank, world_size):
+        topology, counter = Topology(layout, rank, torch.device("meta")), CollectiveCounter(layout, rank)
 
         def make_tier(offload: Offload, device: torch.device, shares: Sequence[BlockShare]) -> PaperTier:
             return PaperTier(offload, host_state(shares, offload, gpu=True), counter.traffic)
@@ -102,7 +105,7 @@ def dry_run(config: Config, world_size: int, rank: int) -> Account:
         micro_batches = [(index, _micro_batch(config)) for index in range(count)]
         for run in ({count - 1}, {0, 1, count - 1}):
             counter.traffic.clear()
-            held = _Held(stage.sharded)
+            held = Held(stage.sharded)
             executor = Executor(_Representative(stage, held, counter.traffic, run, DTYPES[precision]), transfers)
             with counter:
                 executor.run(actions, micro_batches, on_loss=lambda loss: None)
@@ -136,7 +139,7 @@ def _micro_batch(config: Config) -> dict[str, torch.Tensor]:
     return micro_batch
 
 
-class _Held:
+class Held:
     """Bytes of every storage on the device that the blocks and the optimizer hold, of each block at the moment when it
     holds most. That is the end of the step's last backward; but gradients that leave are gone by then, and those that
     micro-batches have added up whole (below stage 2) are there when it begins."""
@@ -187,7 +190,7 @@ class _Agreeing(FakeStore):
 
 
 @contextmanager
-def _alone(rank: int, world_size: int) -> Iterator[None]:
+def alone(rank: int, world_size: int) -> Iterator[None]:
     """A process group of ``world_size`` of which this rank alone exists; its collectives move nothing."""
     if dist.is_initialized():
         raise LaunchError("a dry run makes process groups of its own: run it in a process that is in none")
@@ -206,7 +209,7 @@ class _Representative:
     Micro-batch 1 comes before those that are not run in every pass of every schedule.
     """
 
-    def __init__(self, stage: DecoderStage, held: _Held, traffic: Traffic, run: set[int], dtype: torch.dtype) -> None:
+    def __init__(self, stage: DecoderStage, held: Held, traffic: Traffic, run: set[int], dtype: torch.dtype) -> None:
         self._stage, self._held, self._traffic, self._run, self._dtype = stage, held, traffic, run, dtype
         self._seen: dict[tuple[str, int], Traffic] = {}  # of micro-batch 1's pass, by kind and chunk
         self._passes: dict[int, tuple[int, torch.Tensor | None]] = {}  # by the output's id: micro-batch and input
@@ -250,7 +253,7 @@ class _Representative:
 class _Counted(Transfers):
     """Transfers that are counted and not made."""
 
-    def __init__(self, counter: _Counter, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, counter: CollectiveCounter, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(dist.group.WORLD, range(0), shape, dtype, torch.device("meta"))
         self._counter = counter
 
@@ -262,7 +265,7 @@ class _Counted(Transfers):
         return [Receipt(tensor, peer, 0) for tensor in received]
 
 
-class _Counter(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that torch is asked for, by the tensors they are asked on."""
 
     def __init__(self, layout: Layout, rank: int) -> None:

@@ -201,7 +201,7 @@ class StepMemory:
         cut = self.config.zero.stage >= 2
         if cut or not self._accumulates:  # what leaves goes one by one
             buffers = [buffer for buffer in buffers if id(buffer) not in self._leaving]
-        elements = sum(layout.numel // (layout.shards if cut else 1) for layout, _ in buffers)
+        elements = sum(layout.numel // (layout.shards if cut else 1) for layout, *_ in buffers)
         return elements * BYTES[self.config.train.grad_dtype]
 
     def moments(self) -> Iterator[_Moment]:

@@ -65,10 +65,12 @@ class ModelState:
 
 
 class Buffer(NamedTuple):
-    """A block's flat buffer. ``persistent``: whole on every rank between uses."""
+    """A block's flat buffer. ``persistent``: whole on every rank between uses. ``trainable``: it has gradients and
+    optimizer state."""
 
     layout: FlatLayout
     persistent: bool
+    trainable: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def model_state(
     padding = 0
     leaving = leaving_buffers(buffers, offload)
     for index, buffer in enumerate(buffers):
-        layout, persistent = buffer
+        layout, persistent, trainable = buffer
         away, leaves = values_leave(buffer, stage, offload), index in leaving
         # In float32 the parameter is its own master, where both are in the same place.
         moments = (0, 0, 0) if leaves else (4 if away else optimizer_bytes(precision) - 8, 4, 4)
@@ -147,7 +149,7 @@ def model_state(
             (0 if leaves and not (stage < 2 and accumulates) else BYTES[grad_dtype], stage >= 2),
             *((size, stage >= 1) for size in moments),
         ]
-        for kind, (size, cut) in enumerate(kinds):
+        for kind, (size, cut) in enumerate(kinds if trainable else kinds[:1]):
             start, end = layout.shard(dp_rank % layout.shards) if cut else (0, layout.numel)
             used = sum(last - first for first, last, _, _ in layout.pieces(start, end))
             held[kind] += used * size

@@ -46,11 +46,11 @@ class PaperMemory(HostMemory):
 
 
 class _PaperLink(Link):
-    """Takes its buffers as a GPU's link does. A step's scalars are not counted."""
+    """Takes its buffers as a GPU's link has after a few steps. A step's scalars are not counted."""
 
     def __init__(self, memory: HostMemory, settings: Offload, traffic: Traffic) -> None:
         super().__init__(torch.device("meta"), memory, settings.buffer_count, settings.buffer_size)
-        self._traffic, self._staged = traffic, 0
+        self._traffic, self._staging = traffic, False
 
     def _count(self, direction: Direction, size: int) -> None:
         self._traffic[Route("host", direction, 1)] += size
@@ -62,9 +62,9 @@ class _PaperLink(Link):
         return ARRIVED
 
     def bring(self, target: torch.Tensor, values: torch.Tensor) -> Arrival:
-        if self._staged < self._buffers:
-            self._memory.empty(self._buffer_size * 4, torch.uint8)
-            self._staged += 1
+        if not self._staging:
+            self._memory.empty(self._buffers * self._buffer_size * 4, torch.uint8)
+            self._staging = True
         return super().bring(target, values)
 
 

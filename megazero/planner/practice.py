@@ -67,6 +67,9 @@ MEGATRON_2021 = Practice(
     recomputes_all=True,
     issued_layer=0.0,
 )
+# A model of transformers under its Trainer, without torch.compile. No run stands behind it: it is Megatron-LM's unfused
+# kernels and logits, and a host that issues an eager layer as megazero's issues its own.
+TRANSFORMERS = Practice(passes=3.5, logit_bytes=52.0, loss_has_backward=True, recomputes_all=True)
 # torchtitan with torch.compile: torch's flash attention (262 TFLOP/s where cuDNN's has 459), every other product of a
 # layer done again under selective recompute, logits in float32.
 TORCHTITAN = Practice(

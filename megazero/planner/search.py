@@ -72,6 +72,13 @@ class Rejection:
     lacks: float = 0.0
 
 
+def too_large(choice: Choice, rank: int, needs: float, usable: float, what: str = "it needs") -> Rejection:
+    """For memory of the device, in bytes."""
+    lacks = needs - usable
+    reason = f"rank {rank} lacks {lacks / 1e9:.1f} GB: {what} {needs / 1e9:.1f} of {usable / 1e9:.1f} GB"
+    return Rejection(choice, "memory", reason, lacks)
+
+
 @dataclass(frozen=True)
 class Search:
     """``plans``: fastest first; ``fitting``: how many fit; ``rejected``: the others."""
@@ -190,7 +197,7 @@ class _Searching:
             return False
         needs = self.memories.fullest(config, layout, counts)
         if needs.peak > self.usable:
-            self._reject(choice, needs.rank, needs.peak, "it needs")
+            self._reject(choice, needs.rank, needs.peak)
             return False
         host, room = self.memories.host(config, layout, counts), self.chip.host.memory
         if host > room:
@@ -201,10 +208,8 @@ class _Searching:
         self.fits.append(_Fit(step.at_least(), choice, needs.rank, config, step))
         return True
 
-    def _reject(self, choice: Choice, rank: int, needs: float, what: str) -> None:
-        lacks = needs - self.usable
-        reason = f"rank {rank} lacks {lacks / 1e9:.1f} GB: {what} {needs / 1e9:.1f} of {self.usable / 1e9:.1f} GB"
-        self.rejected.append(Rejection(choice, "memory", reason, lacks))
+    def _reject(self, choice: Choice, rank: int, needs: float, what: str = "it needs") -> None:
+        self.rejected.append(too_large(choice, rank, needs, self.usable, what))
 
     def plan(self, time: StepTime, fit: _Fit) -> Plan:
         train = self.base.train

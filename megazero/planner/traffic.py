@@ -177,7 +177,7 @@ def _add_data_parallel(add: Add, config: Config, buffers: StageBuffers, kernel: 
 def _add_partial_sums(add: Add, config: Config, layout: Layout, rank: int, buffers: StageBuffers) -> None:
     """Sums of gradients that replicas have a part of each ([Note: partial gradients] in zero.partial)."""
     dp_rank = layout.coordinates(rank)["dp"]
-    for block, _ in buffers.all:
+    for block, *_ in buffers.all:
         owned = block.shard(dp_rank) if config.zero.stage >= 1 else (0, block.numel)
         for first, last, piece, _ in block.pieces(*owned):
             for replication in piece.replication:

@@ -29,6 +29,11 @@ GROUPED: dict[str, Any] = dict(
     mlp_bias=False,
     tie_word_embeddings=False,
 )
+SMALL_PIECES = {"device": "cpu", "buffer_size": 1024}
+EVERYTHING = {
+    "offload_optimizer": {**SMALL_PIECES, "device": "nvme", "nvme_path": "nowhere", "masters": "split", "moments": "bf16"},
+    "offload_param": {"device": "cpu"},
+}
 # tp, pp, dp, ZeRO, recompute, virtual_pp, micro-batches, and other settings.
 LAYOUTS: list[tuple[dict, tuple, dict]] = [
     (SMALL, (1, 1, 4, 0, "none", 1, 1), {}),
@@ -37,6 +42,8 @@ LAYOUTS: list[tuple[dict, tuple, dict]] = [
     (SMALL, (2, 1, 3, 3, "full", 1, 4), {"parallel": {"sequence_parallel": False}}),
     ({**GROUPED, "num_layers": 4}, (2, 2, 2, 3, "none", 2, 3), {"zero": {"stage3_param_persistence_threshold": 100}}),
     (GROUPED, (1, 1, 2, 3, "none", 1, 3), {"parallel": {"keep_gathered": True}}),
+    (SMALL, (2, 2, 2, 1, "none", 1, 2), {"zero": {"offload_optimizer": {**SMALL_PIECES, "ratio": 0.6}}}),
+    (GROUPED, (1, 1, 2, 3, "full", 1, 4), {"zero": {**EVERYTHING, "stage3_param_persistence_threshold": 100}}),
 ]
 
 

@@ -109,9 +109,8 @@ def host_state(shares: Sequence[BlockShare], offload: Offload, gpu: bool) -> Hos
     buffers = offload.buffer_count * record
     if leaving:
         buffers += _scratch(leaving, offload)
-    if gpu:  # new values on their way to the device, piece by piece
-        pieces = sum(-(-share.numel // offload.buffer_size) for share in leaving if not share.values_leave)
-        buffers += min(offload.buffer_count, pieces) * offload.buffer_size * 4
+    if gpu and not all(share.values_leave for share in leaving):  # new values on their way to the device
+        buffers += offload.buffer_count * offload.buffer_size * 4
     return HostState(parameters, gradients, state, files, record, buffers)
 
 
