@@ -31,6 +31,7 @@ from megazero.config_cli import parse_flags, read_file
 from megazero.config_rules import divisors
 from megazero.config_tree import merged
 from megazero.errors import ConfigError, LaunchError
+from megazero.planner.adapters import search_adapters
 from megazero.planner.chips import CHIPS, Chip, load_chip
 from megazero.planner.memory import amount
 from megazero.planner.search import Plan, Rejection, Search, search
@@ -66,6 +67,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts in the table (default: 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--lora", type=int, metavar="R", help="adapters of rank R on q_proj and v_proj, the rest frozen (docs/plan.md)"
+    )
     parser.add_argument("--script", type=Path, metavar="FILE", help="write a script that launches the first layout")
     parser.add_argument(
         "--dry-run",
@@ -80,6 +84,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
             raise ConfigError.single(f"--{name.replace('_', '-')}", f"{value} must be at least 1")
     if arguments.gpus > MOST_GPUS:
         raise ConfigError.single("--gpus", f"{arguments.gpus} are more than the {MOST_GPUS} that can be planned for")
+    if arguments.lora is not None and arguments.script:
+        told = (
+            "writes no script with --lora; examples/recipes/llama3.1-8b-lora.sh takes the layout from the environment"
+        )
+        raise ConfigError.single("--script", told)
     if arguments.dry_run is not None and not 0 <= arguments.dry_run < arguments.gpus:
         last = arguments.gpus - 1
         raise ConfigError.single("--dry-run", f"there is no rank {arguments.dry_run}: ranks go from 0 to {last}")
@@ -324,11 +333,17 @@ def write(path: Path, text: str) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def dry_run_lines(plan: Plan, gpus: int, rank: int) -> Iterator[str]:
+def dry_run_lines(plan: Plan, gpus: int, rank: int, lora: int | None) -> Iterator[str]:
     """What was counted beside what is planned. Raises LaunchError where they differ."""
-    from megazero.planner.dry_run import dry_run, planned  # torch's distributed package takes seconds to load
+    # torch's distributed package, transformers and peft take seconds to load.
+    if lora is None:
+        from megazero.planner.dry_run import dry_run, planned
 
-    counted, expected = dry_run(plan.config, gpus, rank), planned(plan.config, gpus, rank)
+        counted, expected = dry_run(plan.config, gpus, rank), planned(plan.config, gpus, rank)
+    else:
+        from megazero.planner.dry_adapters import adapters_dry_run, adapters_planned
+
+        counted, expected = (run(plan.config, gpus, rank, lora) for run in (adapters_dry_run, adapters_planned))
     place = ", ".join(f"{axis} {at}" for axis, at in plan.config.layout(gpus).coordinates(rank).items())
     yield f"rank {rank} ({place}), built and run on paper:"
     yield f"  model state: {counted.state:,} B, planned {expected.state:,} B"
@@ -356,7 +371,10 @@ def main() -> None:
     chip = load_chip(arguments.gpu)
     tree = given_settings(arguments, flags)
     config = base_config(tree, arguments.gpus)
-    found = search(config, arguments.gpus, chip, arguments.top)
+    if arguments.lora is None:
+        found = search(config, arguments.gpus, chip, arguments.top)
+    else:
+        found = search_adapters(config, arguments.gpus, chip, arguments.lora, arguments.top)
     if arguments.json:
         print(json.dumps(as_json(found, config, arguments, chip)))
     else:
@@ -377,7 +395,7 @@ def main() -> None:
     if arguments.script:
         write(arguments.script, launch_script(found.plans[0], arguments, tree, chip))
     if arguments.dry_run is not None:
-        for line in dry_run_lines(found.plans[0], arguments.gpus, arguments.dry_run):
+        for line in dry_run_lines(found.plans[0], arguments.gpus, arguments.dry_run, arguments.lora):
             print(line, file=sys.stderr if arguments.json else sys.stdout)
 
 

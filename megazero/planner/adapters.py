@@ -97,10 +97,10 @@ def adapter_buffers(config: Config, model: ModelConfig, rank: int, dp: int) -> S
 
 def layer_bytes(size: Sizes, rank: int) -> int:
     """What a layer keeps of its forward: inputs of both norms in float32, of the adapters, of attention with keys and
-    values repeated for all query heads, and of the gated activation and its product."""
+    values repeated for all query heads and a mask of numbers to add, and of the gated activation and its product."""
     norms = 2 * 4 * size.tokens * (size.hidden + 1)
     adapters = 2 * size.tokens * (size.hidden + len(TARGETS) * rank)
-    attention = size.tokens * (4 * 2 * size.query + 4 * size.heads)
+    attention = size.tokens * (4 * 2 * size.query + 4 * size.heads) + 2 * size.sequences * size.seq_length**2
     return norms + adapters + attention + 3 * 2 * size.tokens * size.ffn
 
 
@@ -166,7 +166,9 @@ def adapter_traffic(config: Config, buffers: StageBuffers, layout: Layout) -> Tr
     cut = [sum(b.layout.numel for b in unit if stage == 3 and not b.persistent) for unit in buffers.units]
     # No gradient comes to an embedding that is the embedding alone.
     gathered = 2 * sum(cut) - (cut[0] if buffers.uses[-1] else 0)
-    updated = sum(buffer.layout.numel for buffer in buffers.all if buffer.trainable and (stage < 3 or buffer.persistent))
+    updated = sum(
+        buffer.layout.numel for buffer in buffers.all if buffer.trainable and (stage < 3 or buffer.persistent)
+    )
     traffic[Route("dp", "all_gather", 2)] = (updated if stage else 0) + count * gathered
     traffic[Route("world", "all_reduce", 8)] = 2
     return Traffic({route: elements for route, elements in traffic.items() if elements})

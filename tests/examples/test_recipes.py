@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from megazero.config import Config, load_config
+from megazero.planner.adapters import adapter_memory, adapter_time
 from megazero.planner.chips import CHIPS
+from megazero.planner.dry_adapters import adapters_dry_run, adapters_planned
 from megazero.planner.dry_run import dry_run, planned
 from megazero.planner.memory import plan
 from megazero.planner.step_time import step_time
@@ -62,12 +65,14 @@ class Recipes:
         out, err = process.communicate()
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def launched(self, script: str, *arguments: str, **environment: str) -> tuple[list[str], list[str]]:
-        """(the launcher's arguments, those of pretrain/gpt.py)."""
+    def launched(
+        self, script: str, *arguments: str, program: str = "pretrain/gpt.py", **environment: str
+    ) -> tuple[list[str], list[str]]:
+        """(the launcher's arguments, those of the program, pretrain/gpt.py unless said otherwise)."""
         done = self.run(script, *arguments, **environment)
         assert done.returncode == 0, done.stderr
         words = self.record.read_text().splitlines()
-        split = words.index(str(ROOT / "pretrain" / "gpt.py"))
+        split = words.index(str(ROOT / program))
         return words[:split], words[split + 1 :]
 
 
@@ -189,7 +194,56 @@ RECIPES = [
 
 
 def test_every_recipe_is_here():
-    assert {script for script, *_ in RECIPES} == {f"recipes/{path.name}" for path in (EXAMPLES / "recipes").iterdir()}
+    there = {f"recipes/{path.name}" for path in (EXAMPLES / "recipes").iterdir()}
+    assert {script for script, *_ in RECIPES} | {ADAPTERS} == there
+
+
+ADAPTERS = "recipes/llama3.1-8b-lora.sh"
+
+
+def test_the_recipe_of_adapters_is_as_planned(recipes: Recipes):
+    """As below; what it starts is a script of transformers' and peft's."""
+    program = "examples/huggingface/train_sft.py"
+    launcher, words = recipes.launched(ADAPTERS, "--seed", "7", program=program, MODEL="a model", DATA="texts.jsonl")
+    assert launcher[3:] == ["--as-deepspeed", "--num_gpus=8"]
+    flags = dict(
+        zip(words[words.index("--model_name_or_path") :: 2], words[words.index("--model_name_or_path") + 1 :: 2])
+    )
+    assert flags["--model_name_or_path"] == "a model" and flags["--train_file"] == "texts.jsonl"
+    assert flags["--seed"] == "7" and "--gradient_checkpointing" not in flags
+    ds = json.loads((recipes.folder / "out" / "ds_config.json").read_text())
+    micro_batch, steps = int(flags["--per_device_train_batch_size"]), int(flags["--gradient_accumulation_steps"])
+    tree = {
+        "model": {"preset": "llama3.1-8b"},
+        "zero": {"stage": ds["zero_optimization"]["stage"]},
+        "data": {"seq_length": int(flags["--max_length"])},
+        "train": {"micro_batch_size": micro_batch, "global_batch_size": 8 * micro_batch * steps},
+    }
+    config, chip = Config.from_dict(tree), CHIPS["h100"]
+    model, layout = config.model.architecture, config.layout(8)
+    memory, seconds = adapter_memory(config, model, 16, layout), adapter_time(config, model, 16, layout, chip).seconds
+    assert memory.peak <= chip.usable_memory()
+    speed = config.train.global_batch_size * config.data.seq_length / 8 / seconds
+    text = (EXAMPLES / ADAPTERS).read_text()
+    assert f"{speed:,.0f} tokens/s per GPU" in text
+    assert f"{memory.peak / 1e9:.1f} of {chip.usable_memory() / 1e9:.1f} GB" in text
+    tree["model"]["num_layers"], tree["train"]["global_batch_size"] = 2, 8 * micro_batch * 2
+    shallow = Config.from_dict(tree)
+    assert adapters_dry_run(shallow, 8, 7, 16) == adapters_planned(shallow, 8, 7, 16)
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({}, "MODEL is unset"),
+        ({"MODEL": "x", "TP": "2"}, "TP=2 PP=1: a Hugging Face model is neither"),
+        ({"MODEL": "x", "GBS": "20"}, "GBS=20 is not a multiple of MBS x NPROC = 2 x 8"),
+        ({"MODEL": "x", "GBS": "0"}, "MBS=2 NPROC=8 GBS=0: each must be at least 1"),
+    ],
+)
+def test_the_recipe_of_adapters_says_why_not(recipes: Recipes, environment: dict[str, str], message: str):
+    failed = recipes.run(ADAPTERS, **environment)
+    assert failed.returncode != 0 and failed.stderr.count("\n") == 1 and message in failed.stderr
 
 
 @pytest.mark.parametrize("script, environment, gpus, gpu", RECIPES)

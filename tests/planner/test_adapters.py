@@ -55,9 +55,7 @@ def settings(model: dict[str, Any], stage: int, batch: int, **more: Any) -> Conf
         (3, 2, 1, "none", {"tie_word_embeddings": True}),
     ],
 )
-def test_counted_is_planned(
-    stage: int, dp: int, micro_batches: int, recompute: str, changes: dict[str, Any]
-) -> None:
+def test_counted_is_planned(stage: int, dp: int, micro_batches: int, recompute: str, changes: dict[str, Any]) -> None:
     config = settings({**MODEL, **changes}, stage, 2 * dp * micro_batches, recompute=recompute)
     assert adapters_dry_run(config, dp, dp - 1, 4) == adapters_planned(config, dp, dp - 1, 4)
 

@@ -31,7 +31,13 @@ GROUPED: dict[str, Any] = dict(
 )
 SMALL_PIECES = {"device": "cpu", "buffer_size": 1024}
 EVERYTHING = {
-    "offload_optimizer": {**SMALL_PIECES, "device": "nvme", "nvme_path": "nowhere", "masters": "split", "moments": "bf16"},
+    "offload_optimizer": {
+        **SMALL_PIECES,
+        "device": "nvme",
+        "nvme_path": "nowhere",
+        "masters": "split",
+        "moments": "bf16",
+    },
     "offload_param": {"device": "cpu"},
 }
 # tp, pp, dp, ZeRO, recompute, virtual_pp, micro-batches, and other settings.
