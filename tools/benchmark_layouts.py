@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.errors import LaunchError
-from tools.layout_runs import HELP, ROOT, launch, parse_run
+from tools.layout_runs import HELP, benchmark, check_outputs, parse_run
 
 HEADINGS = ("run", "tokens/s per GPU", "TFLOP/s", "MFU", "peak GiB", "exposed communication", "largest loss difference")
 
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN", help="the layouts; losses against the first")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append every run's report to this file")
     arguments, common = parser.parse_known_args()
+    check_outputs(arguments, "json")
     for run in arguments.runs:
         parse_run(run)
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}", flush=True)
@@ -54,12 +55,11 @@ def main() -> None:
     failed = False
     for run in arguments.runs:
         try:
-            output = launch(run, ROOT / "tools" / "benchmark.py", common)
+            found = benchmark(run, common)
         except LaunchError as error:
             print(f"| {run} | {error} |", flush=True)
             failed = True
             continue
-        found = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
         reference = reference or found["losses"]
         print(f"| {' | '.join(row(run, found, reference))} |", flush=True)
         if arguments.json:

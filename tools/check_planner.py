@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
 from data.command_line import run_script
 from megazero.config import Config, load_config
 from megazero.errors import ConfigError, LaunchError
@@ -31,7 +29,7 @@ from megazero.planner.chips import CHIPS, Chip, load_chip
 from megazero.planner.fit import Measured, fitted
 from megazero.planner.memory import plan
 from megazero.planner.step_time import step_time
-from tools.layout_runs import ROOT, launch, parse_run
+from tools.layout_runs import benchmark, check_counts, check_outputs, gpus_or_all, parse_run
 
 SHAPES = {"gpt2-124m": 1024, "gpt2-355m": 1024, "gpt3-1.3b": 2048, "llama3.2-1b": 4096, "llama3.2-3b": 4096}
 """Preset and sequence length."""
@@ -101,10 +99,9 @@ def grid(gpus: int) -> list[Setting]:
 def measure(setting: Setting, common: Sequence[str], steps: Sequence[str]) -> Result:
     config = setting.config(common)
     try:
-        output = launch(setting.run, ROOT / "tools" / "benchmark.py", [*setting.flags(common), *steps])
+        return Result(setting, config, benchmark(setting.run, [*setting.flags(common), *steps]))
     except LaunchError as error:
         return Result(setting, config, None, str(error))
-    return Result(setting, config, next(json.loads(line) for line in output.splitlines() if line.startswith("{")))
 
 
 def error_of(planned: float, measured: float | None) -> float | None:
@@ -157,13 +154,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--time", type=float, default=0.1, help="and of the calibrated time (default: 0.1)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each run")
     arguments, settings = parser.parse_known_args(argv)
-    if arguments.gpus is None:
-        arguments.gpus = torch.cuda.device_count()
-        if not arguments.gpus:
-            raise LaunchError("there is no GPU here; --gpus N runs the settings as N processes on the CPU")
-    for name in ("gpus", "draw", "warmup", "measure"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError.single(f"--{name}", f"{getattr(arguments, name)} must be at least 1")
+    check_counts(arguments, "gpus", "draw", "warmup", "measure")
+    arguments.gpus = gpus_or_all(arguments.gpus)
+    check_outputs(arguments, "record")
     return arguments, settings
 
 
@@ -184,7 +177,6 @@ def main() -> None:
         results.append(measure(setting, common, steps))
         print(row(results[-1], chip, better), flush=True)
         if arguments.record:
-            arguments.record.parent.mkdir(parents=True, exist_ok=True)
             with arguments.record.open("a") as file:
                 found = errors(results[-1], chip, better)._asdict()
                 file.write(json.dumps({**setting._asdict(), **found, "measured": results[-1].report}) + "\n")

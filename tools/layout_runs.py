@@ -1,14 +1,18 @@
-"""How the tools that run several layouts spell one: tp=2,dp=2,zero=1,mbs=4,section.field=value."""
+"""What the tools that run several layouts share: how one is spelled, tp=2,dp=2,zero=1,mbs=4,section.field=value, how it
+is run, what they ask of their own flags and of the files that they are to write."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megazero.errors import LaunchError
+from megazero.errors import ConfigError, LaunchError
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = {"tp": "parallel.tp", "pp": "parallel.pp", "zero": "zero.stage", "mbs": "train.micro_batch_size"}
@@ -50,3 +54,47 @@ def launch(text: str, script: Path, arguments: Sequence[str]) -> str:
     if done.returncode:
         raise LaunchError(f"the run {text!r} failed with exit code {done.returncode}; what it said is above")
     return done.stdout
+
+
+def benchmark(text: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The report of tools/benchmark.py under a run's layout. Raises LaunchError where it failed or gave none."""
+    output = launch(text, ROOT / "tools" / "benchmark.py", arguments)
+    for line in output.splitlines():
+        if line.startswith("{"):
+            try:
+                return json.loads(line)
+            except ValueError:
+                break
+    raise LaunchError(f"the run {text!r} ended without a report; what it said is above")
+
+
+def check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError where one of these is given and not at least 1."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError.single(f"--{name.replace('_', '-')}", f"{value} must be at least 1")
+
+
+def check_outputs(arguments: argparse.Namespace, *names: str) -> None:
+    """Before anything is run: raises ConfigError where one of these files could not be written, and makes its folder."""
+    for name in names:
+        path: Path | None = getattr(arguments, name)
+        if path is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError.single(flag, f"{path.parent} cannot be made: {error.strerror}") from None
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError.single(flag, f"{path} cannot be written; give the path of a file")
+
+
+def gpus_or_all(gpus: int | None) -> int:
+    """``gpus``, or all of this machine. Raises LaunchError where there is none."""
+    import torch  # which takes a second to load, and not every tool needs it
+
+    if gpus is None and not torch.cuda.device_count():
+        raise LaunchError("there is no GPU here; --gpus N runs the layouts as N processes on the CPU")
+    return torch.cuda.device_count() if gpus is None else gpus

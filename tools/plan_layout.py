@@ -37,6 +37,7 @@ from megazero.planner.memory import amount
 from megazero.planner.search import Plan, Rejection, Search, search
 from megazero.presets import PRESETS
 from megazero.restore import resolve_model
+from tools.layout_runs import check_counts, check_outputs
 
 ROOT = Path(__file__).resolve().parents[1]
 CHOSEN = {
@@ -78,10 +79,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         help="build and run this rank of the first layout without hardware, and compare with the plan",
     )
     arguments, settings = parser.parse_known_args(argv)
-    for name in ("gpus", "top", "seq_length", "global_batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError.single(f"--{name.replace('_', '-')}", f"{value} must be at least 1")
+    check_counts(arguments, "gpus", "top", "seq_length", "global_batch_size")
+    check_outputs(arguments, "script")
     if arguments.gpus > MOST_GPUS:
         raise ConfigError.single("--gpus", f"{arguments.gpus} are more than the {MOST_GPUS} that can be planned for")
     if arguments.lora is not None and arguments.script:
@@ -129,8 +128,11 @@ def given_settings(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[
     if found:
         raise ConfigError(found)
     tree = merged(model_tree(arguments.model), tree)
+    no_sections = [(name, value) for name, value in tree.items() if not isinstance(value, dict)]
+    if no_sections:
+        raise ConfigError([(name, f"{value!r} is not a section with fields") for name, value in no_sections])
     for section, names in CHOSEN.items():
-        if isinstance(tree.get(section), dict):
+        if section in tree:
             tree[section] = {name: value for name, value in tree[section].items() if name not in names}
     if arguments.seq_length is not None:
         tree = merged(tree, {"data": {"seq_length": arguments.seq_length}})
@@ -162,10 +164,12 @@ def base_config(tree: dict[str, Any], gpus: int) -> Config:
 
 
 def default_batch(gpus: int, seq_length: int) -> int:
-    """Samples of about TOKENS_PER_STEP that every division of the GPUs can share."""
+    """Samples of about TOKENS_PER_STEP that every division of the GPUs can share, in micro-batches of many sizes."""
     samples = max(1, max(TOKENS_PER_STEP, TOKENS_PER_GPU * gpus) // seq_length)
     if gpus <= samples:
-        return -(-samples // gpus) * gpus
+        each = -(-samples // gpus)
+        multiple = 1 << max(0, (each // 16).bit_length() - 1)
+        return -(-each // multiple) * multiple * gpus
     return max(divisor for divisor in divisors(gpus) if divisor <= samples)
 
 
@@ -327,8 +331,7 @@ def _written(value: Any) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """A file that was asked for, and the folder it lies in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A file that was asked for."""
     path.write_text(text)
     print(f"wrote {path}", file=sys.stderr)
 
@@ -390,7 +393,8 @@ def main() -> None:
             console.print(line, markup=False, soft_wrap=True)
     if not found.plans:
         raise LaunchError(
-            f"--gpus: no layout of {arguments.model} fits {arguments.gpus} x {chip.name}; {advice(found)}"
+            f"--gpus: no layout of {arguments.model} fits {arguments.gpus} x {chip.name}; "
+            f"{advice(found, arguments.lora is not None)}"
         )
     if arguments.script:
         write(arguments.script, launch_script(found.plans[0], arguments, tree, chip))
@@ -399,7 +403,7 @@ def main() -> None:
             print(line, file=sys.stderr if arguments.json else sys.stdout)
 
 
-def advice(found: Search) -> str:
+def advice(found: Search, adapters: bool) -> str:
     """What would help where nothing fits."""
     if beyond := [rejection.lacks for rejection in found.rejected if rejection.kind == "host memory"]:
         return (
@@ -409,6 +413,8 @@ def advice(found: Search) -> str:
     lacking = [rejection.lacks for rejection in found.rejected if rejection.kind == "memory"]
     if lacking:
         remedies = "use more GPUs, larger ones, shorter sequences, or --train.grad_dtype bf16"
+        if adapters:
+            remedies = "use more GPUs, larger ones, or shorter sequences"
         return f"the nearest lacks {amount(min(lacking))} on a GPU: {remedies}"
     return "every division breaks a rule: --global-batch-size must be a multiple of dp, tp must divide the heads"
 

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
 from data.command_line import run_script
 from megazero.config import Config
 from megazero.errors import ConfigError, LaunchError
@@ -27,7 +25,7 @@ from megazero.planner.chips import CHIPS, Chip, load_chip
 from megazero.planner.fit import SHARES, Measured, fitted
 from megazero.planner.search import Plan, search
 from megazero.planner.step_time import step_time
-from tools.layout_runs import ROOT, launch
+from tools.layout_runs import benchmark, check_counts, check_outputs, gpus_or_all
 from tools.plan_layout import base_config, given_settings, launch_script, setting_flags, write
 
 HEADINGS = ("layout", "tokens/s per GPU", "planned", "error", "peak GB", "planned", "error")
@@ -60,16 +58,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--chip-file", type=Path, metavar="FILE.json", help="write the chip with fitted efficiencies")
     parser.add_argument("--script", type=Path, metavar="FILE", help="write a script that launches the fastest layout")
     arguments, settings = parser.parse_known_args(argv)
-    if arguments.gpus is None:
-        arguments.gpus = torch.cuda.device_count()
-        if not arguments.gpus:
-            raise LaunchError("there is no GPU here; --gpus N runs the layouts as N processes on the CPU")
-    for name in ("gpus", "top", "warmup", "measure", "seq_length", "global_batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError.single(f"--{name.replace('_', '-')}", f"{value} must be at least 1")
+    check_counts(arguments, "gpus", "top", "warmup", "measure", "seq_length", "global_batch_size")
+    arguments.gpus = gpus_or_all(arguments.gpus)
     if arguments.chip_file and arguments.chip_file.suffix != ".json":
         raise ConfigError.single("--chip-file", f"{arguments.chip_file} must end in .json")
+    check_outputs(arguments, "record", "chip_file", "script")
     return arguments, settings
 
 
@@ -84,10 +77,9 @@ def spelled(plan: Plan) -> str:
 def measure(plan: Plan, common: Sequence[str]) -> Run:
     """One run; a failure is a result."""
     try:
-        output = launch(spelled(plan), ROOT / "tools" / "benchmark.py", common)
+        return Run(plan, benchmark(spelled(plan), common))
     except LaunchError as error:
         return Run(plan, None, str(error))
-    return Run(plan, next(json.loads(line) for line in output.splitlines() if line.startswith("{")))
 
 
 def row(run: Run) -> tuple[str, ...]:
@@ -109,7 +101,6 @@ def row(run: Run) -> tuple[str, ...]:
 
 def record(run: Run, chip: Chip, path: Path) -> None:
     """Append what was planned and what came of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     planned = {"seconds": run.plan.time.seconds, "peak": run.plan.memory.peak}
     line = {"layout": run.plan.choice._asdict(), "chip": chip.model_dump(), "planned": planned}
     with path.open("a") as file:

@@ -17,7 +17,7 @@ from megazero.errors import ConfigError
 from megazero.layout import Layout
 from megazero.models.config import ModelConfig
 from megazero.models.parameters import flops_per_token, layer_shapes, matmul_parameter_count, parameter_shapes
-from megazero.planner.activations import Sizes, kernels, sizes
+from megazero.planner.activations import Sizes, sizes
 from megazero.planner.buffers import gathered_elements, unsharded_gradient_elements
 from megazero.planner.chips import Chip
 from megazero.planner.compute import Machine, Pass, attention_seconds, total, update_seconds

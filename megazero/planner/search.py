@@ -160,8 +160,10 @@ class _Searching:
         return sorted({most, *(n for n in (1, 2, 4) if n <= most and not layers % (pp * n if layers % pp == 0 else 1))})
 
     def climb(self, shape: Choice) -> None:
-        """Keep the choices of this shape that fit and have no lower one that does, by micro-batch size. What does not
-        fit does not fit with larger micro-batches either, and is not asked again."""
+        """Keep the choices of this shape that fit and have no lower one that does, by micro-batch size.
+
+        What does not fit does not fit with larger micro-batches either, and is not asked again; but where they become so
+        few that no forward follows a backward, activations and whole gradients are no longer there together."""
         samples = self.base.train.global_batch_size // shape.dp
         stages = [stage for stage in (1, 2, 3) if stage >= self.least] if shape.dp > 1 or self.least else [0]
         too_much: set[tuple[str, int]] = set()
@@ -172,7 +174,7 @@ class _Searching:
                     if zero >= lowest:
                         break
                     choice = shape._replace(zero=zero, micro_batch=micro_batch, recompute=recompute)
-                    if (recompute, zero) in too_much:
+                    if (recompute, zero) in too_much and samples // micro_batch > 2 * shape.pp:
                         continue
                     if self._fits(choice):
                         lowest = zero

@@ -254,7 +254,7 @@ class StepModel:
     def _issue_seconds(self) -> float:
         """What the host takes for a layer's forward and backward of a micro-batch."""
         practice, full = self.practice, self.config.train.recompute == "full"
-        collectives = (3 if full else 2) * len(list(layer_collectives(self.size, self.kernel, 4)))
+        collectives = (3 if full else 2) * len(layer_collectives(self.size, self.kernel))
         parts = 1 + practice.issued_collective * collectives + practice.issued_again * full
         parts += practice.issued_gathers * (self.config.zero.stage == 3)
         return self.machine.chip.efficiency.issue * practice.issued_layer * parts

@@ -70,6 +70,22 @@ def test_the_fastest_of_all_is_found() -> None:
         assert each.config.problems(gpus) == []
 
 
+def test_one_micro_batch_may_fit_where_several_smaller_ones_do_not() -> None:
+    """With several, all gradients are there beside the activations of the last."""
+
+    def settings_of(micro_batch: int) -> Config:
+        train = {"micro_batch_size": micro_batch, "recompute": "full"}
+        return settings(GPT, 1024, 8, train=train)
+
+    two, one = (plan(settings_of(micro_batch), 1).fullest.peak for micro_batch in (4, 8))
+    assert one < two
+    chip = CHIPS["h100"]
+    chip = chip.model_copy(update={"memory": chip.memory - chip.usable_memory() / 0.96 + (one + two) / 2 / 0.96})
+    tried = [rejection.choice for rejection in search(settings(GPT, 1024, 8), 1, chip).rejected]
+    full = {choice.micro_batch for choice in tried if choice.recompute == "full"}
+    assert 4 in full and 8 not in full
+
+
 def test_a_refusal_says_which_rank_lacks_how_much() -> None:
     chip = CHIPS["a100-40"]
     found = search(settings({"preset": "llama3-8b"}, 4096, 32), 4, chip)

@@ -14,7 +14,7 @@ from megazero.errors import LaunchError, MegazeroError
 from megazero.planner.chips import CHIPS
 from megazero.planner.memory import plan
 from megazero.planner.step_time import step_time
-from tools import check_planner
+from tools import check_planner, layout_runs
 from tools.layout_runs import parse_run
 
 SLOWER = CHIPS["h200"].model_copy(
@@ -42,7 +42,7 @@ class Runs:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, runs: Runs, *arguments: str) -> None:
-    monkeypatch.setattr(check_planner, "launch", runs.launch)
+    monkeypatch.setattr(layout_runs, "launch", runs.launch)
     monkeypatch.setattr(sys, "argv", ["check_planner.py", "--gpu", "h200", "--gpus", "2", *arguments])
     check_planner.main()
 

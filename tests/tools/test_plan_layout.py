@@ -137,6 +137,12 @@ def test_dry_run_of_a_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ((*SMALL, "--config", "x.yaml"), "--config: give the file as --model x.yaml"),
         ((*SMALL, "--train.stepz", "2"), "unknown flag; did you mean --train.steps"),
         ((*SMALL, "--seq-length", "4096"), "more than model.max_position_embeddings = 1024"),
+        ((*SMALL, "--script", "/proc/nowhere/x.sh"), "--script: /proc/nowhere cannot be made: No such file"),
+        ((*SMALL, "--script", "."), "--script: . cannot be written; give the path of a file"),
+        (
+            (*SMALL, "--lora", "8", "--script", "x.sh"),
+            "writes no script with --lora; examples/recipes/llama3.1-8b-lora",
+        ),
         ((*SMALL, "--dry-run", "8"), "there is no rank 8: ranks go from 0 to 7"),
         (("--model", "llama3-70b", "--gpus", "1", "--gpu", "h200"), "on a GPU: use more GPUs, larger ones"),
     ],
@@ -152,16 +158,38 @@ def test_a_script_needs_whole_machines(monkeypatch: pytest.MonkeyPatch, tmp_path
         run(monkeypatch, *SMALL, "--gpus", "6", "--global-batch-size", "6", "--script", str(tmp_path / "x.sh"))
 
 
-def test_a_settings_file_needs_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {steps: 3}", "has no section `model`"),
+        ("model: {preset: gpt2-124m}\nzero: 3", "zero: 3 is not a section with fields"),
+        ("model: gpt2-124m\ntrain: []", "train: \\[\\] is not a section with fields"),
+    ],
+)
+def test_a_settings_file_needs_sections(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_text("train: {steps: 3}\n")
-    with pytest.raises(ConfigError, match="has no section `model`"):
-        plan_layout.model_tree(str(path))
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        run(monkeypatch, "--model", str(path), "--gpus", "8", "--gpu", "h100")
+
+
+def test_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    model = ("--model", "llama3.2-1b", "--gpus", "4", "--gpu", "rtx4090", "--lora", "8")
+    run(monkeypatch, *model, "--seq-length", "1024", "--json")
+    first = json.loads(capsys.readouterr().out)["plans"][0]
+    assert (first["tp"], first["pp"], first["dp"]) == (1, 1, 4)
+    with pytest.raises(MegazeroError, match=r"lacks .* on a GPU: use more GPUs, larger ones, or shorter sequences$"):
+        run(monkeypatch, *model, "--model", "llama3-70b", "--gpus", "2")
 
 
 @pytest.mark.parametrize(
     ("gpus", "seq_length", "batch"),
-    [(8, 8192, 512), (24, 8192, 528), (1024, 8192, 512), (16384, 8192, 2048), (3000, 8192, 500), (1, 1 << 23, 1)],
+    [
+        *((8, 8192, 512), (24, 8192, 528), (1024, 8192, 512), (16384, 8192, 2048), (3000, 8192, 500), (1, 1 << 23, 1)),
+        *((3, 1024, 3 * 64 * 22), (7, 1024, 7 * 32 * 19)),
+    ],
 )
 def test_default_batch_can_be_shared(gpus: int, seq_length: int, batch: int) -> None:
     assert plan_layout.default_batch(gpus, seq_length) == batch

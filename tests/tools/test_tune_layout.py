@@ -13,7 +13,7 @@ from megazero.config import load_config
 from megazero.errors import LaunchError, MegazeroError
 from megazero.planner.chips import CHIPS, load_chip
 from megazero.planner.step_time import step_time
-from tools import tune_layout
+from tools import layout_runs, tune_layout
 from tools.layout_runs import parse_run
 
 TRUE = CHIPS["h200"].model_copy(
@@ -54,7 +54,7 @@ class Runs:
 
 
 def tune(monkeypatch: pytest.MonkeyPatch, runs: Runs, *arguments: str) -> None:
-    monkeypatch.setattr(tune_layout, "launch", runs.launch)
+    monkeypatch.setattr(layout_runs, "launch", runs.launch)
     monkeypatch.setattr(sys, "argv", ["tune_layout.py", *SETTINGS, *arguments])
     tune_layout.main()
 
@@ -82,6 +82,13 @@ def test_planned_beside_measured(
     assert fastest.removeprefix("fastest: ") in files["best.sh"].read_text()
 
 
+def test_a_run_without_a_report_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for output in ("", "no JSON\n", '{"tokens_per_second_per_gpu": 1'):
+        monkeypatch.setattr(layout_runs, "launch", lambda *_: output)
+        with pytest.raises(LaunchError, match="the run 'dp=1' ended without a report"):
+            layout_runs.benchmark("dp=1", [])
+
+
 def test_all_runs_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MegazeroError, match="all 2 layouts failed"):
         tune(monkeypatch, Runs(0, 1), "--top", "2")
@@ -92,6 +99,7 @@ def test_all_runs_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("--top", "0"), "--top: 0 must be at least 1"),
         (("--chip-file", "chip.txt"), "chip.txt must end in .json"),
+        (("--record", "/proc/nowhere/runs.jsonl"), "--record: /proc/nowhere cannot be made"),
         (("--zero.stage", "1"), "is what the search chooses"),
         (("--model", "llama3-70b", "--gpus", "1"), "no layout fits"),
     ],
