@@ -58,6 +58,9 @@ def planned(arguments: argparse.Namespace) -> tuple[str, list[Bar]]:
     name, stages, chunks = arguments.schedule, arguments.stages, arguments.chunks
     if chunks > 1 and name != "interleaved":
         raise ConfigError.single("--chunks", f"{name} has 1; --schedule interleaved has several")
+    for flag, given in (("--chunks", chunks), ("--stages", stages)):
+        if name == "interleaved" and given < 2:
+            raise ConfigError.single(flag, f"{given} is too few for --schedule interleaved; give 2 or more")
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
     times = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
     times |= dict.fromkeys((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), backward / 2)

@@ -77,7 +77,7 @@ def check_counts(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def check_outputs(arguments: argparse.Namespace, *names: str) -> None:
-    """Before anything is run: raises ConfigError where one of these files could not be written, and makes its folder."""
+    """Before anything is run: makes the folders of these files. Raises ConfigError where one could not be written."""
     for name in names:
         path: Path | None = getattr(arguments, name)
         if path is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from megazero.planner.memory import MemoryPlan, amount, plan
 from megazero.telemetry.sinks import description_of
 from megazero.telemetry.svg import line_chart, stacked_bars
 from megazero.telemetry.timeline import (
+    FILE,
     Bar,
     bubble_fraction,
     measured_bars,
@@ -61,14 +63,12 @@ class Run:
             self.facts: dict[str, Any] = json.loads(described.read_text())
             self.layout: dict[str, int] = self.facts["layout"]
             self.config = Config.from_dict(self.facts["config"])
+            self.run_id = str(self.facts["run_id"])
+            self.world_size = math.prod(int(self.layout[axis]) for axis in ("tp", "pp", "dp"))
         except FileNotFoundError:
             raise DataError(f"{described}: missing; a run writes it beside its metrics") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{described}: does not describe a run ({error})") from error
-
-    @property
-    def world_size(self) -> int:
-        return self.layout["tp"] * self.layout["pp"] * self.layout["dp"]
 
     @property
     def on_gpu(self) -> bool:
@@ -146,10 +146,14 @@ def simulated(run: Run, measured: list[Bar]) -> Timeline:
 def timelines(run: Run, memory: MemoryPlan) -> list[str]:
     """Planned beside measured, and the activations of the planned one over time."""
     directory = run.config.log.timeline
-    steps = measured_bars(Path(directory)) if directory and Path(directory).is_dir() else {}
+    there = directory is not None and Path(directory, FILE.format(0)).exists()
+    steps = measured_bars(Path(directory), run.layout["pp"]) if there else {}
     step, measured = max(steps.items(), default=(0, []))
     planned = planned_bars(simulated(run, measured))
     shown = []
+    if directory is not None and not measured:
+        where = html.escape(f"{directory}, seen from {Path.cwd()}")
+        shown.append(f"<p>No whole step is recorded in {where}.</p>")
     if measured:
         shown.append(timeline_svg(f"measured in step {step}: bubble {bubble_fraction(measured):.1%}", measured))
     costs = f"with step {step}'s mean times, transfers free" if measured else "forward 1 ms, backward 2 ms"
@@ -198,7 +202,7 @@ def page(run: Run) -> str:
         [
             f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title>",
             f"<style>{_STYLE}</style></head><body><h1>{name}</h1>",
-            f"<p class='facts'>{html.escape(layout)}; run {html.escape(run.facts['run_id'])}, commit {commit}</p>",
+            f"<p class='facts'>{html.escape(layout)}; run {html.escape(run.run_id)}, commit {commit}</p>",
             f"<table>{rows}</table>",
             "<h2>Steps</h2><div class='charts'>",
             *charts(run),

@@ -7,6 +7,7 @@ virtual stages and micro-batch size only the lowest rungs that fit are timed. St
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -142,9 +143,10 @@ class _Searching:
         self.rejected: list[Rejection] = []
 
     def shapes(self) -> Iterator[Choice]:
-        """Every tp, pp and number of virtual stages that the rules allow; the rest of the choice is yet to be made."""
-        for tp in divisors(self.gpus):
-            if tp > min(self.chip.gpus_per_node, self.model.num_attention_heads):
+        """Every tp that cuts machines into equal parts, every pp and number of virtual stages that the rules allow; the
+        rest of the choice is yet to be made."""
+        for tp in divisors(math.gcd(self.gpus, min(self.gpus, self.chip.gpus_per_node))):
+            if tp > self.model.num_attention_heads:
                 break
             for pp in divisors(self.gpus // tp):
                 if pp > self.model.num_layers:
@@ -162,8 +164,8 @@ class _Searching:
     def climb(self, shape: Choice) -> None:
         """Keep the choices of this shape that fit and have no lower one that does, by micro-batch size.
 
-        What does not fit does not fit with larger micro-batches either, and is not asked again; but where they become so
-        few that no forward follows a backward, activations and whole gradients are no longer there together."""
+        What does not fit does not fit with larger micro-batches either, and is not asked again; but where they become
+        so few that no forward follows a backward, activations and whole gradients are no longer there together."""
         samples = self.base.train.global_batch_size // shape.dp
         stages = [stage for stage in (1, 2, 3) if stage >= self.least] if shape.dp > 1 or self.least else [0]
         too_much: set[tuple[str, int]] = set()

@@ -56,15 +56,18 @@ def planned_bars(timeline: Timeline) -> list[Bar]:
     ]
 
 
-def measured_bars(directory: Path) -> dict[int, list[Bar]]:
-    """Step → bars, from the files of `telemetry.trace` in a directory; steps that a rank lacks are left out.
+def measured_bars(directory: Path, ranks: int | None = None) -> dict[int, list[Bar]]:
+    """Step → bars, from the files of `telemetry.trace` in a directory; steps that a rank lacks are left out, and a last
+    line that was cut off. ``ranks``: pipeline ranks, where more files may lie there, of a run before; None: all.
 
     Raises DataError where a file cannot be read as one of them.
     """
     by_rank: list[dict[int, tuple[float, list[Bar]]]] = []
-    while (path := directory / FILE.format(len(by_rank))).exists():
+    while len(by_rank) != ranks and (path := directory / FILE.format(len(by_rank))).exists():
         try:
-            by_rank.append(dict(_step(len(by_rank), json.loads(line)) for line in path.read_text().splitlines()))
+            text = path.read_text()
+            whole = text[: text.rfind("\n") + 1].splitlines()
+            by_rank.append(dict(_step(len(by_rank), json.loads(line)) for line in whole))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: not a timeline that a run has written ({error})") from error
     if not by_rank:

@@ -106,12 +106,19 @@ def test_a_refusal_says_which_rank_lacks_how_much() -> None:
 
 
 def test_a_broken_rule_is_a_reason() -> None:
-    found = search(settings({"preset": "gpt2-124m"}, 1024, 10), 15, CHIPS["h100"])
+    machines = CHIPS["h100"].model_copy(update={"gpus_per_node": 5})
+    found = search(settings({"preset": "gpt2-124m"}, 1024, 10), 15, machines)
     reasons = {rejection.kind: rejection.reason for rejection in found.rejected}
     assert "15 is not" not in reasons["train.global_batch_size"]
     assert "10 is not a multiple of train.micro_batch_size x dp" in reasons["train.global_batch_size"]
     assert "does not divide model.num_attention_heads = 12" in reasons["parallel.tp"]
     assert {p.choice.dp for p in found.plans} <= {1, 5} and found.plans
+
+
+def test_tensor_parallel_ranks_share_a_machine() -> None:
+    """Of 8 GPUs to a machine, three by three, some would not."""
+    found = search(settings({"preset": "gpt2-124m"}, 1024, 48), 24, CHIPS["h100"], top=100)
+    assert {choice.tp for choice in (each.choice for each in (*found.plans, *found.rejected))} <= {1, 2, 4, 8}
 
 
 def test_no_layout_fits() -> None:

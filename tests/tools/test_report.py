@@ -100,6 +100,22 @@ def test_without_a_timeline_the_schedule_is_drawn_as_planned(directory: Path, tm
     assert f"planned, forward 1 ms, backward 2 ms: bubble {1 / 5:.1%}" in text and "measured in" not in text
 
 
+def test_a_timeline_of_a_run_that_was_cut_off(directory: Path, tmp_path: Path):
+    """A half-written last line, a file of a rank that the layout no longer has, and none at all."""
+    recorded = tmp_path / "timeline"
+    for name in ("metrics.jsonl", "metrics.run.json"):
+        (tmp_path / name).write_text((directory / name).read_text())
+    described = json.loads((tmp_path / "metrics.run.json").read_text())
+    described["config"]["log"]["timeline"] = str(recorded)
+    (tmp_path / "metrics.run.json").write_text(json.dumps(described))
+    recorded.mkdir()
+    assert f"No whole step is recorded in {recorded}" in report.page(report.Run(tmp_path))
+    lines = (directory / "timeline" / "pipeline_rank_000.jsonl").read_text().splitlines()
+    (recorded / "pipeline_rank_000.jsonl").write_text("\n".join([lines[0], lines[1], lines[2][:50]]))
+    (recorded / "pipeline_rank_001.jsonl").write_text(lines[0] + "\n")
+    assert "measured in step 2" in report.page(report.Run(tmp_path))
+
+
 def test_a_loss_that_is_not_finite(directory: Path, tmp_path: Path):
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "loss": null, "grad_norm": null}']))
@@ -120,9 +136,11 @@ def test_what_is_no_run_is_named(directory: Path, tmp_path: Path):
     metrics.write_text((directory / "metrics.jsonl").read_text())
     with pytest.raises(DataError, match=r"metrics.run.json: missing"):
         report.Run(metrics)
-    (tmp_path / "metrics.run.json").write_text('{"layout": {}}')
-    with pytest.raises(DataError, match=r"metrics.run.json: does not describe a run"):
-        report.Run(metrics)
+    whole = json.loads((directory / "metrics.run.json").read_text())
+    for broken in ({"layout": {}}, whole | {"layout": {"tp": 1}}, whole | {"layout": {**whole["layout"], "pp": "x"}}):
+        (tmp_path / "metrics.run.json").write_text(json.dumps(broken))
+        with pytest.raises(DataError, match=r"metrics.run.json: does not describe a run"):
+            report.Run(metrics)
 
 
 def test_a_schedule_is_drawn(tmp_path: Path, run_tool: Callable):
@@ -133,6 +151,18 @@ def test_a_schedule_is_drawn(tmp_path: Path, run_tool: Callable):
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert math.isclose(max(event["ts"] + event["dur"] for event in events), 1e3 * 3 * 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--chunks: 1 is too few for --schedule interleaved"),
+        (("--chunks", "2", "--stages", "1"), "--stages: 1 is too few for --schedule interleaved"),
+    ],
+)
+def test_what_cannot_be_interleaved(run_tool: Callable, arguments: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        run_tool(draw_timeline, "--schedule", "interleaved", *arguments)
 
 
 def test_a_recorded_step_is_drawn(directory: Path, run_tool: Callable):

@@ -84,7 +84,7 @@ def test_planned_beside_measured(
 
 def test_a_run_without_a_report_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for output in ("", "no JSON\n", '{"tokens_per_second_per_gpu": 1'):
-        monkeypatch.setattr(layout_runs, "launch", lambda *_: output)
+        monkeypatch.setattr(layout_runs, "launch", lambda *_, output=output: output)
         with pytest.raises(LaunchError, match="the run 'dp=1' ended without a report"):
             layout_runs.benchmark("dp=1", [])
 
