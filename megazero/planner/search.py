@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from megazero.config import Config
@@ -89,6 +90,14 @@ class Search:
     rejected: list[Rejection]
 
 
+class _Lack(Enum):
+    """Of memory: nothing, no more than the whole gradients take, or more."""
+
+    NOTHING = "nothing"
+    GRADIENTS = "gradients"
+    MORE = "more"
+
+
 class _Fit(NamedTuple):
     """A choice that fits, before it is timed. ``at_least``: seconds; ``rank``: the one that needs most memory."""
 
@@ -164,11 +173,12 @@ class _Searching:
     def climb(self, shape: Choice) -> None:
         """Keep the choices of this shape that fit and have no lower one that does, by micro-batch size.
 
-        What does not fit does not fit with larger micro-batches either, and is not asked again; but where they become
-        so few that no forward follows a backward, activations and whole gradients are no longer there together."""
+        What does not fit does not fit with larger micro-batches either, and is not asked again. But where they become
+        so few that no forward follows a backward, activations and whole gradients are no longer there together: that
+        may save what a choice lacks, if it is no more than its gradients."""
         samples = self.base.train.global_batch_size // shape.dp
         stages = [stage for stage in (1, 2, 3) if stage >= self.least] if shape.dp > 1 or self.least else [0]
-        too_much: set[tuple[str, int]] = set()
+        too_much: dict[tuple[str, int], bool] = {}  # what does not fit: whether it lacks no more than that
         for micro_batch in (size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0):
             lowest = 4
             for recompute in RECOMPUTE:
@@ -176,12 +186,14 @@ class _Searching:
                     if zero >= lowest:
                         break
                     choice = shape._replace(zero=zero, micro_batch=micro_batch, recompute=recompute)
-                    if (recompute, zero) in too_much and samples // micro_batch > 2 * shape.pp:
+                    few = samples // micro_batch <= 2 * shape.pp
+                    if not too_much.get((recompute, zero), True) or ((recompute, zero) in too_much and not few):
                         continue
-                    if self._fits(choice):
+                    lacks = self._lacks(choice)
+                    if lacks is _Lack.NOTHING:
                         lowest = zero
                     else:
-                        too_much.add((recompute, zero))
+                        too_much[recompute, zero] = lacks is _Lack.GRADIENTS
 
     def _breaks_rules(self, choice: Choice) -> bool:
         try:
@@ -192,25 +204,26 @@ class _Searching:
             return True
         return False
 
-    def _fits(self, choice: Choice) -> bool:
+    def _lacks(self, choice: Choice) -> _Lack:
+        """Takes the choice up where it fits, else says why not."""
         config, layout = self.config_of(choice), Layout(choice.tp, choice.pp, choice.dp)
         counts = config.parallel.partition
         state, rank = self.memories.largest_state(config, layout, counts)
         if state > self.usable:
             self._reject(choice, rank, state, "its model state alone is")
-            return False
+            return _Lack.MORE
         needs = self.memories.fullest(config, layout, counts)
         if needs.peak > self.usable:
             self._reject(choice, needs.rank, needs.peak)
-            return False
+            return _Lack.GRADIENTS if needs.peak - self.usable < needs.state.gradients else _Lack.MORE
         host, room = self.memories.host(config, layout, counts), self.chip.host.memory
         if host > room:
             reason = f"its share of host memory is {room / 1e9:.1f} GB, and it needs {host / 1e9:.1f} GB"
             self.rejected.append(Rejection(choice, "host memory", reason, host - room))
-            return False
+            return _Lack.MORE
         step = StepModel(config, layout, self.machine)
         self.fits.append(_Fit(step.at_least(), choice, needs.rank, config, step))
-        return True
+        return _Lack.NOTHING
 
     def _reject(self, choice: Choice, rank: int, needs: float, what: str = "it needs") -> None:
         self.rejected.append(too_large(choice, rank, needs, self.usable, what))
