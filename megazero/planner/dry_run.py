@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import compress
 from typing import Any
 
 import torch
@@ -70,10 +71,12 @@ def planned(config: Config, world_size: int, rank: int) -> Account:
         return Account(state.total, traffic)
     shares = block_shares(buffers.all, stage, precision, grads, offload)
     host, link = host_state(shares, offload, gpu=True), moved(shares, stage, offload, micro_batches)
-    # A slice that is all padding is read and not changed.
-    owned = [buffer.layout.group_ranges(*buffer.layout.shard(dp_rank)) for buffer in buffers.all]
-    written = host_state([share for share, own in zip(shares, owned, strict=True) if own], offload, gpu=True).files
-    beside = {("host", "out"): link.out, ("host", "back"): link.back}
+    # A slice that is all padding is read, and not changed.
+    owned = [bool(buffer.layout.group_ranges(*buffer.layout.shard(dp_rank))) for buffer in buffers.all]
+    written = host_state(list(compress(shares, owned)), offload, gpu=True).files
+    padding = [share for share, own in zip(shares, owned, strict=True) if not (own or share.values_leave)]
+    still = moved(padding, stage, offload, 1).back
+    beside = {("host", "out"): link.out, ("host", "back"): link.back - still}
     beside |= {("files", "read"): host.files, ("files", "write"): written}
     traffic.update({Route(*names, 1): size for names, size in beside.items() if size})
     return Account(state.total, traffic, host.memory, host.files)
