@@ -27,9 +27,9 @@ SMALL = ("--model", "gpt2-124m", "--gpus", "8", "--gpu", "rtx4090", "--global-ba
 
 def test_table_and_reasons(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     model = ("--model", "llama3.2-1b", "--seq-length", "2048", "--global-batch-size", "30")
-    run(monkeypatch, *model, "--gpus", "6", "--gpu", "rtx4090", "--top", "3")
+    run(monkeypatch, *model, "--gpus", "3", "--gpu", "rtx4090", "--top", "3")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("llama3.2-1b on 6 x rtx4090, 30 sequences of 2048 per step (0.1 million tokens): ")
+    assert lines[0].startswith("llama3.2-1b on 3 x rtx4090, 30 sequences of 2048 per step (0.1 million tokens): ")
     heading = next(i for i, line in enumerate(lines) if line.startswith("tp "))
     assert [line.split()[0].isdigit() for line in lines[heading + 1 : heading + 4]] == [True] * 3
     reasons = "\n".join(lines[heading + 4 :])
