@@ -66,13 +66,13 @@ def bucket_elements(buffers: Sequence[Buffer], limit: int) -> list[int]:
 def loss_bytes(size: Sizes, kernel: Kernels) -> int:
     """What the chunked loss needs at once besides what it keeps: a chunk's logits, and the gradients it adds up.
 
-    Of a chunk's logits, eager code holds five float32 copies at once (the logits, less their maximum, their
-    exponentials, the gradient and its scattered form). Compiled, they are read where the product left them, and let go
-    of before one float32 gradient is rounded to the activations' dtype; not so where collectives come between.
+    Of a chunk's logits, eager code holds two float32 copies at once (the logits less their maximum, and their
+    exponentials, which become the gradient) and that gradient in the activations' dtype. Compiled, only the product and
+    the gradient are ever there, both in that dtype.
     """
     chunk = chunk_size(size.tokens, size.vocab, CHUNK_ELEMENTS)
-    copies = 1 if size.tp == 1 else 2  # in the activations' dtype
-    logits = chunk * size.vocab * (4 + copies * kernel.element if kernel.compiled else 5 * 4)
+    copies = 2 * kernel.element if kernel.compiled else 2 * 4 + (kernel.element if kernel.element < 4 else 0)
+    logits = chunk * size.vocab * copies
     weight, hidden = size.vocab * size.hidden, size.tokens * size.hidden
     sums = size.residual * kernel.element  # the hidden states themselves
     if size.outside < size.tokens:
