@@ -411,6 +411,11 @@ def _optimizer(config: Config) -> Problems:
 
 def _checkpoint(config: Config) -> Problems:
     checkpoint, train = config.checkpoint, config.train
+    if config.watch.bad_step == "rollback" and not (checkpoint.dir and checkpoint.save_interval):
+        yield (
+            "watch.bad_step",
+            "rollback needs checkpoints to go back to; give checkpoint.dir and checkpoint.save_interval, or use skip",
+        )
     if checkpoint.dir is None:
         for name in ("save_interval", "keep", "async_save"):
             if value := getattr(checkpoint, name):

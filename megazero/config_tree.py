@@ -324,6 +324,10 @@ class CheckpointSection(Section):
     dir: str | None = Field(None, description="directory of this run's checkpoints; unset: nothing is saved")
     save_interval: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
     keep: int = Field(0, ge=0, description="newest checkpoints that stay; 0: all")
+    verify: bool = Field(
+        True,
+        description="read each checkpoint back after its save, in the background; keep counts those found good",
+    )
     async_save: bool = Field(
         False, description="write while training goes on, from a copy in host memory of what each rank saves"
     )
@@ -338,7 +342,8 @@ class LogSection(Section):
     interval: int = Field(10, ge=0, description="steps between logged lines; 0: none")
     jsonl: str | None = Field(None, description="path of a JSON-lines file of metrics; unset: none")
     events: str | None = Field(
-        None, description="path of a JSON-lines file of starts, saves, skipped updates, slow processes; unset: none"
+        None,
+        description="path of a JSON-lines file of starts, saves, skips, roll-backs, slow processes; unset: none",
     )
     tensorboard: str | None = Field(None, description="directory of TensorBoard events; unset: none")
     wandb: str | None = Field(None, description="Weights & Biases project; unset: none")
@@ -362,10 +367,12 @@ class WatchSection(Section):
         allow_inf_nan=False,
         description="seconds without a sign of life after which a process is lost and the run ends; 0: never",
     )
-    bad_step: Literal["stop", "skip"] = Field(
+    bad_step: Literal["stop", "skip", "rollback"] = Field(
         "stop",
-        description="what a spike, or a gradient that is not finite, does: the run stops, or the update is left out",
+        description="what a spike, or a gradient that is not finite, does: the run stops; the update is left out; the "
+        "run goes back to the newest good checkpoint, and on behind the samples it had read since",
     )
+    max_rollbacks: int = Field(10, ge=1, description="rollback: of the whole run; where one more is needed, it stops")
     loss_spike: float = Field(
         0.0,
         ge=0,

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megazero import restore
 from megazero.build import DTYPES, attention_backends, build_stage
 from megazero.config import Config
-from megazero.diagnose import FiniteWatch, raise_divergence
+from megazero.course import Course
+from megazero.divergence import find_divergence, roll_back
 from megazero.errors import DivergenceError, LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.optim.schedule import learning_rate
@@ -71,7 +72,8 @@ class Engine:
     the newest checkpoint in ``checkpoint.dir``, else from ``model.init_from``, else it is initialised. Use it as a
     context manager, so that the process group and the metrics end with it.
 
-    Attributes: ``step``: optimizer steps taken; ``consumed_samples``: samples they have read.
+    Attributes: ``step``: optimizer steps taken; ``consumed_samples``: where the next one begins in the sample order;
+    ``course``: which samples each step reads.
 
     Raises ConfigError and CheckpointError before GPU memory is taken where the settings or the checkpoint are wrong.
     """
@@ -104,6 +106,7 @@ class Engine:
             self.stage.sharded, self.topology, config.optimizer, config.train, fp16, bad_steps
         )
         self.step = self.consumed_samples = 0
+        self.course = Course(config.train.global_batch_size)
         torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
         self._restored = restore.load_start(start, self)
         self._schedules()
@@ -117,7 +120,9 @@ class Engine:
         self._replicas = Replicas(self.stage.sharded, self.topology) if many and interval else None
         self._stop = StopRequest()
         self._stop_flags = LateFlags(self.device)
-        self._logged_step = self.step
+        # Where the run, or what follows a roll-back, began; and what was logged last.
+        self._begun = self._logged = (self.step, self.consumed_samples)
+        self._is_new = True
         self._saves = restore.Saves(self, self.step if self._restored.in_own_directory else -1)
         self.telemetry = Telemetry(
             config, self.model_config, layout, self.device, environment.rank, self._restored.run_id, self.step
@@ -156,7 +161,9 @@ class Engine:
             # After an error of training a save that is under way ends by itself, before the process does.
             if error is None:
                 self._saves.wait()
+                self._saves.close(waits=self._stop.reason is None)
         finally:
+            self._saves.close(waits=False)
             if self._watchdog is not None:
                 self._watchdog.stop(error)
             if error is not None and self._stop.reason is not None:
@@ -219,25 +226,30 @@ class Engine:
         return True
 
     def train_batch(self, source: BatchSource) -> Metrics:
-        """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
-        self._position.at(READING, self.step + 1)
+        """One optimizer step on the next global batch; logs it where ``log.interval`` says so.
+
+        That may find that this step or an earlier one was bad: with ``watch.bad_step`` rollback, ``step`` and
+        ``consumed_samples`` are then those that the run goes on from.
+        """
+        step = self.step + 1
+        self._position.at(READING, step)
         micro_batches = self._read(source, self.consumed_samples)
-        lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
-        is_logged = self._is_due(self.config.log.interval, self.step + 1)
-        with self._recorder.step(self.step + 1, is_logged):
+        lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        is_logged = self._is_due(self.config.log.interval, step)
+        with self._recorder.step(step, is_logged):
             sums = self._forward_backward(micro_batches, lr)
-        self.step += 1
-        self.consumed_samples += self.config.train.global_batch_size
+        self.step, self._is_new = step, True
+        self.consumed_samples = self.course.after(self.consumed_samples)
         self._stop_flags.note(sums.stop)
         self._saves.report()
         if self.stage.sharded.tier is not None and (advice := self.stage.sharded.tier.advice()) is not None:
             self.telemetry.message(advice)
-        if is_logged:
-            self._log(sums, lr, source)
+        if is_logged and not self._goes_back(source):
+            self._log(sums, lr)
         if self._replicas is not None and self.due(self.config.watch.replica_interval):
             self._compare_replicas()
         self._position.idle()
-        return Metrics(self.step, sums.loss, sums.grad_norm, lr)
+        return Metrics(step, sums.loss, sums.grad_norm, lr)
 
     def _read(self, source: BatchSource, first: int) -> list[MicroBatch]:
         train, coordinates = self.config.train, self.topology.coordinates
@@ -278,14 +290,12 @@ class Engine:
             return 0.0
         return sum(float(micro_batch["weights"].sum(dtype=torch.float64)) for micro_batch in micro_batches)
 
-    def _log(self, sums: StepSums, lr: float, source: BatchSource) -> None:
+    def _log(self, sums: StepSums, lr: float) -> None:
         self._position.at("logging")
-        self._raise_if_diverged(source)
         self._name_stragglers()
         self._report_skipped()
-        train = self.config.train
-        tokens = (self.step - self._logged_step) * train.global_batch_size * self.config.data.seq_length
-        self._logged_step = self.step
+        tokens = (self.step - self._logged[0]) * self.config.train.global_batch_size * self.config.data.seq_length
+        self._logged = (self.step, self.consumed_samples)
         extra = {"loss_scale": float(self.optimizer.loss_scale)} if self.optimizer.fp16 else {}
         self.telemetry.log_step(
             self.step, float(sums.loss), float(sums.grad_norm), lr, self.consumed_samples, tokens, extra
@@ -296,10 +306,11 @@ class Engine:
             return
         count, last = self.optimizer.bad_steps.skipped()
         if count:
-            size = self.config.train.global_batch_size
-            first = self.consumed_samples - (self.step - last + 1) * size
-            text = f"{count} updates left out (watch.bad_step): the last is step {last}, samples {first} to "
-            self.telemetry.event("skip", self.step, f"{text}{first + size - 1}", count=count, last=last, sample=first)
+            read = self.samples_of(last)
+            text = (
+                f"{count} updates left out (watch.bad_step): the last is step {last}, samples {read[0]} to {read[-1]}"
+            )
+            self.telemetry.event("skip", self.step, text, count=count, last=last, sample=read[0])
 
     def _compare_replicas(self) -> None:
         self._position.at("the comparison of replicas")
@@ -321,27 +332,38 @@ class Engine:
             )
             self.telemetry.event("slow", self.step, text, rank=rank, host=host, seconds=seconds, median=median)
 
-    def _raise_if_diverged(self, source: BatchSource) -> None:
-        """Where the flag of a gradient that was not finite is up: find out where, and stop. Waits for the device."""
-        bad_step = int(self.optimizer.bad_step)
-        if not bad_step:
-            return
-        size = self.config.train.global_batch_size
-        first = self.consumed_samples - (self.step - bad_step + 1) * size
-        if self.optimizer.bad_steps is not None and (spike := self.optimizer.bad_steps.spike()):
-            raise DivergenceError(
-                f"step {bad_step}: {spike} (watch.loss_spike). Weights are those before this step; nothing was saved "
-                f"after it. It read samples {first} to {first + size - 1}"
-            )
-        watch = FiniteWatch(self.stage.model)
-        with watch.watching():
-            self._run(self._train_actions, self._read(source, first))
-        self.stage.sharded.wait_for_gradients()
-        raise_divergence(bad_step, range(first, first + size), watch.finding(self.stage), self.topology)
+    def samples_of(self, step: int) -> range:
+        """What a step read that this process has taken, counted from the last roll-back."""
+        begun, position = self._begun
+        return self.course.samples(position, step - begun - 1)
+
+    def run_again(self, source: BatchSource, step: int) -> None:
+        """Such a step's forwards and backwards once more."""
+        self._run(self._train_actions, self._read(source, self.samples_of(step).start))
+
+    def _goes_back(self, source: BatchSource) -> bool:
+        """Where a step was bad, end the run, or roll it back. Waits for the device."""
+        self._position.at("looking for bad steps")
+        found = find_divergence(self, source)
+        if found is None:
+            return False
+        if self.config.watch.bad_step != "rollback":
+            raise found.error()
+        self._position.at("rolling back", limited=False)
+        self._saves.wait()
+        roll_back(self, found)
+        self._begun = self._logged = (self.step, self.consumed_samples)
+        self._is_new = False
+        self._saves.step = self.step
+        self._recorder.go_back(self.step)
+        self.telemetry.go_back(self.step)
+        self._position.idle()
+        return True
 
     def due(self, interval: int) -> bool:
-        """Whether the step just taken is a multiple of ``interval``, or the run's last; never where that is 0."""
-        return self._is_due(interval, self.step)
+        """Whether the step just taken is a multiple of ``interval``, or the run's last; never where that is 0, or right
+        after a roll-back."""
+        return self._is_new and self._is_due(interval, self.step)
 
     def _is_due(self, interval: int, step: int) -> bool:
         return bool(interval) and (step % interval == 0 or step == self.config.train.steps)
@@ -375,10 +397,9 @@ class Engine:
 
         ``source``: read again if the run has diverged, to say where; a diverged run is not saved.
         """
-        if not self._saves.due:
+        if not self._saves.due or self._goes_back(source):
             return
         self._position.at("saving a checkpoint")
-        self._raise_if_diverged(source)
         with self.telemetry.paused():
             self._saves.save()
         self._position.idle()

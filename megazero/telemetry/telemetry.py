@@ -60,6 +60,7 @@ class Telemetry:
         self._console: Console | None = None
         self._events = EventLog(Path(config.log.events)) if config.log.events and rank == 0 else None
         self._sinks: list[Sink] = []
+        self._start: Callable[[Sink, int], None]
         if rank == 0:
             self._start_sinks(config, model_config, layout, step)
 
@@ -76,11 +77,17 @@ class Telemetry:
         described["model"] = model_config.model_dump(mode="json")
         axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero_stage": config.zero.stage}
         commit = running_commit()
-        for sink in sinks:
-            if self._attempt(sink, partial(sink.start, described, axes, commit, self.run_id, step)):
-                self._sinks.append(sink)
+        self._start = lambda sink, after: sink.start(described, axes, commit, self.run_id, after)
+        self._sinks = [sink for sink in sinks if self._attempt(sink, partial(self._start, sink, step))]
         # The bar last: what the others have to say comes before it.
-        self._console.start(described, axes, commit, self.run_id, step)
+        self._start(self._console, step)
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after an earlier step: every series does, as if it were resumed."""
+        self._throughput.restart(step)
+        for sink in self._sinks:
+            self._attempt(sink, sink.close)
+        self._sinks = [sink for sink in self._sinks if self._attempt(sink, partial(self._start, sink, step))]
 
     def log_step(
         self,

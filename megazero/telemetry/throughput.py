@@ -50,6 +50,10 @@ class Throughput:
         finally:
             self._paused_s += self._clock() - begin
 
+    def restart(self, step: int) -> None:
+        """Begin a window after ``step``, wherever the last one ended; what was going on is in none."""
+        self._window_begin, self._window_step, self._paused_s = self._clock(), step, 0.0
+
     def window(self, step: int, tokens: int) -> Rates:
         """Close the window that ends with ``step``; ``tokens`` of all its global batches together."""
         now = self._clock()
