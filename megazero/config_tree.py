@@ -15,6 +15,8 @@ from megazero.models.config import ModelConfig
 from megazero.presets import PRESETS
 
 Blend = tuple[tuple[float, str], ...]
+RampUp = tuple[int, int, int]
+"""First batch size, increment, and samples until the full one."""
 
 
 class Section(BaseModel):
@@ -268,6 +270,11 @@ class TrainSection(Section):
 
     steps: int = Field(1000, ge=1, description="optimizer steps of the whole run, those before a resume included")
     global_batch_size: int = Field(8, ge=1, description="samples per step, over all processes")
+    rampup_batch_size: RampUp | None = Field(
+        None,
+        description="three numbers: the first steps' samples, an increment, and the samples over which these grow to "
+        "global_batch_size, by one increment after another; unset: no growth",
+    )
     micro_batch_size: int = Field(1, ge=1, description="samples per forward pass on one process")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="of parameters and activations; auto: bf16 on a GPU, fp32 on a CPU"
@@ -305,6 +312,13 @@ class TrainSection(Section):
         allow_inf_nan=False,
         description="seconds that a collective may wait for a missing process; then a report, and the run ends",
     )
+
+    @field_validator("rampup_batch_size")
+    @classmethod
+    def _positive(cls, ramp_up: RampUp | None) -> RampUp | None:
+        if ramp_up is not None and min(ramp_up) < 1:
+            raise ValueError("start, increment and samples must each be at least 1, as in 32 32 500000")
+        return ramp_up
 
     @field_validator("time_limit", mode="before")
     @classmethod

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megazero.config_tree import RampUp, TrainSection
+
 
 class Course:
-    """``batch_size``: samples per step. ``left_out``: positions in the sample order that no step reads, a range for
-    each roll-back (see megazero.divergence)."""
+    """``left_out``: positions in the sample order that no step reads, a range for each roll-back (see
+    megazero.divergence)."""
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(self, train: TrainSection) -> None:
+        self._full, self._ramp_up = train.global_batch_size, train.rampup_batch_size
         self.left_out: list[range] = []
 
     def leave_out(self, ranges: Iterable[range]) -> None:
@@ -24,8 +26,8 @@ class Course:
         return position
 
     def size(self, position: int) -> int:
-        """Samples of the step that begins there: the global batch."""
-        return self._batch_size
+        """Samples of the step that begins there."""
+        return self._full if self._ramp_up is None else ramped(self._ramp_up, self._full, position)[0]
 
     def after(self, position: int) -> int:
         """Where the step begins that follows the one that begins there."""
@@ -36,3 +38,28 @@ class Course:
         for _ in range(steps):
             position = self.after(position)
         return range(position, position + self.size(position))
+
+    def total(self, position: int, steps: int) -> int:
+        """Samples of so many steps from there on, as long as nothing further is left out."""
+        first, left = position, steps
+        while left and self._ramp_up is not None:
+            size, until = ramped(self._ramp_up, self._full, position)
+            if until is None:
+                break
+            taken = min(left, -(-(until - position) // size))
+            position, left = position + taken * size, left - taken
+        return position - first + left * self._full
+
+
+def ramped(ramp_up: RampUp, full: int, position: int) -> tuple[int, int | None]:
+    """(samples of a step that begins at ``position``, the position from which on they are more: None for never).
+
+    As Megatron-LM's --rampup-batch-size: the way from the first size to the full one is divided into steps of the
+    increment, each for an equal share of the samples.
+    """
+    start, increment, samples = ramp_up
+    count = (full - start) // increment
+    index = position * count // samples
+    if index >= count:
+        return full, None
+    return start + index * increment, -(-(index + 1) * samples // count)

@@ -21,10 +21,10 @@ from megazero.errors import DivergenceError, LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.optim.schedule import learning_rate
 from megazero.optim.step import OptimizerStep, StepSums
-from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
 from megazero.pipeline.executor import Executor
 from megazero.pipeline.p2p import Transfers, neighbour_groups
-from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
+from megazero.pipeline.rank_schedules import RankSchedules
+from megazero.pipeline.schedules import Action
 from megazero.planner.chips import chip_of_device
 from megazero.planner.expectation import expectation
 from megazero.planner.memory import plan
@@ -106,10 +106,16 @@ class Engine:
             self.stage.sharded, self.topology, config.optimizer, config.train, fp16, bad_steps
         )
         self.step = self.consumed_samples = 0
-        self.course = Course(config.train.global_batch_size)
+        self.course = Course(config.train)
         torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
         self._restored = restore.load_start(start, self)
-        self._schedules()
+        parallel = config.parallel
+        self._schedules = RankSchedules(
+            config.schedule, parallel.pp, parallel.virtual_pp, self.topology.coordinates["pp"]
+        )
+        count = config.micro_batches(layout.dp)
+        self._schedules.training(count)
+        self._eval_actions = self._schedules.evaluation(count)
         self._position = Position(self.device)
         self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs), note=self._position.at)
         timeline, place = config.log.timeline, self.topology.coordinates
@@ -120,8 +126,8 @@ class Engine:
         self._replicas = Replicas(self.stage.sharded, self.topology) if many and interval else None
         self._stop = StopRequest()
         self._stop_flags = LateFlags(self.device)
-        # Where the run, or what follows a roll-back, began; and what was logged last.
-        self._begun = self._logged = (self.step, self.consumed_samples)
+        self._begun = (self.step, self.consumed_samples)  # the run did, or what follows a roll-back
+        self._read_since_log = 0
         self._is_new = True
         self._saves = restore.Saves(self, self.step if self._restored.in_own_directory else -1)
         self.telemetry = Telemetry(
@@ -190,17 +196,6 @@ class Engine:
         chip = chip_of_device(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         return "\n".join((*tier.notes(), *expectation(self.config, self.topology.layout.world_size, chip)))
 
-    def _schedules(self) -> None:
-        name, stages, chunks = self.config.schedule, self.config.parallel.pp, self.config.parallel.virtual_pp
-        count = self.config.micro_batches(self.dp_size)
-        train = build_schedule(name, stages, count, chunks)
-        evaluation = evaluation_schedule(stages, count, chunks)
-        bounds = [activation_bound(name, stages, count, stage, chunks) for stage in range(stages)]
-        check_schedule(train, count, bounds, chunks)
-        check_evaluation_schedule(evaluation, count, chunks)
-        self._train_actions: list[Action] = train[self.topology.coordinates["pp"]]
-        self._eval_actions: list[Action] = evaluation[self.topology.coordinates["pp"]]
-
     def _transfers(self, dtype: torch.dtype, pairs: Mapping[int, dist.ProcessGroup]) -> Transfers | None:
         layout = self.topology.layout
         if layout.pp == 1:
@@ -233,12 +228,14 @@ class Engine:
         """
         step = self.step + 1
         self._position.at(READING, step)
-        micro_batches = self._read(source, self.consumed_samples)
+        size = self.course.size(self.consumed_samples)
+        micro_batches = self._read(source, self.consumed_samples, size)
         lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
         is_logged = self._is_due(self.config.log.interval, step)
         with self._recorder.step(step, is_logged):
-            sums = self._forward_backward(micro_batches, lr)
+            sums = self._forward_backward(micro_batches, size, lr)
         self.step, self._is_new = step, True
+        self._read_since_log += size
         self.consumed_samples = self.course.after(self.consumed_samples)
         self._stop_flags.note(sums.stop)
         self._saves.report()
@@ -251,15 +248,16 @@ class Engine:
         self._position.idle()
         return Metrics(step, sums.loss, sums.grad_norm, lr)
 
-    def _read(self, source: BatchSource, first: int) -> list[MicroBatch]:
-        train, coordinates = self.config.train, self.topology.coordinates
-        return source.read(first, coordinates["dp"], self.dp_size, train.global_batch_size, train.micro_batch_size)
+    def _read(self, source: BatchSource, first: int, size: int) -> list[MicroBatch]:
+        """This rank's part of ``size`` samples."""
+        coordinates = self.topology.coordinates
+        return source.read(first, coordinates["dp"], self.dp_size, size, self.config.train.micro_batch_size)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch], lr: float) -> StepSums:
-        normalizer = self.config.train.global_batch_size * self.config.data.seq_length
+    def _forward_backward(self, micro_batches: list[MicroBatch], size: int, lr: float) -> StepSums:
+        normalizer = size * self.config.data.seq_length
         self.stage.loss_weight = self.optimizer.loss_scale / normalizer if self.optimizer.fp16 else 1 / normalizer
         self.stage.model.train()
-        loss = self._run(self._train_actions, micro_batches)
+        loss = self._run(self._schedules.training(len(micro_batches)), micro_batches)
         stop = self._stop.requested(self._started, self.config.train.time_limit)
         if self._saves.failed:
             # Stopping is what all ranks agree on; the error is then raised on all of them at once, where they wait.
@@ -294,11 +292,19 @@ class Engine:
         self._position.at("logging")
         self._name_stragglers()
         self._report_skipped()
-        tokens = (self.step - self._logged[0]) * self.config.train.global_batch_size * self.config.data.seq_length
-        self._logged = (self.step, self.consumed_samples)
+        tokens = self._read_since_log * self.config.data.seq_length
+        self._read_since_log = 0
+        left = self.course.total(self.consumed_samples, self.config.train.steps - self.step)
         extra = {"loss_scale": float(self.optimizer.loss_scale)} if self.optimizer.fp16 else {}
         self.telemetry.log_step(
-            self.step, float(sums.loss), float(sums.grad_norm), lr, self.consumed_samples, tokens, extra
+            self.step,
+            float(sums.loss),
+            float(sums.grad_norm),
+            lr,
+            self.consumed_samples,
+            tokens,
+            extra,
+            left * self.config.data.seq_length,
         )
 
     def _report_skipped(self) -> None:
@@ -339,7 +345,9 @@ class Engine:
 
     def run_again(self, source: BatchSource, step: int) -> None:
         """Such a step's forwards and backwards once more."""
-        self._run(self._train_actions, self._read(source, self.samples_of(step).start))
+        samples = self.samples_of(step)
+        micro_batches = self._read(source, samples.start, len(samples))
+        self._run(self._schedules.training(len(micro_batches)), micro_batches)
 
     def _goes_back(self, source: BatchSource) -> bool:
         """Where a step was bad, end the run, or roll it back. Waits for the device."""
@@ -352,8 +360,7 @@ class Engine:
         self._position.at("rolling back", limited=False)
         self._saves.wait()
         roll_back(self, found)
-        self._begun = self._logged = (self.step, self.consumed_samples)
-        self._is_new = False
+        self._begun, self._read_since_log, self._is_new = (self.step, self.consumed_samples), 0, False
         self._saves.step = self.step
         self._recorder.go_back(self.step)
         self.telemetry.go_back(self.step)
@@ -371,7 +378,7 @@ class Engine:
     @torch.no_grad()
     def eval_batch(self, source: BatchSource, first: int) -> tuple[torch.Tensor, float]:
         """(Σ loss as a float64 scalar on the device, tokens) of this rank's share of one global batch."""
-        micro_batches = self._read(source, first)
+        micro_batches = self._read(source, first, self.config.train.global_batch_size)
         self.stage.loss_weight = 1.0
         self.stage.model.eval()
         return self._run(self._eval_actions, micro_batches), self._tokens(micro_batches)
