@@ -91,7 +91,7 @@ class Engine:
         self._owns_group = start_process_group(environment, self.device, timeout)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
-        notes = preflight(config, self.topology)
+        notes = preflight(config, self.topology, start.resume.step if start.resume is not None else 0)
         ring = config.parallel.virtual_pp > 1
         pairs = neighbour_groups(layout, environment.rank, ring, timeout)  # first: see its note
         precision = config.train.precision

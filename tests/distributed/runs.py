@@ -252,7 +252,7 @@ def plain_loop(
     """The same run by one plain process: whole model, whole batch, torch.optim.AdamW, clip_grad_norm_. ``sizes``: of
     each step's batch, where they are not all the same."""
     config = Config.from_dict(
-        merged(tree, {"parallel": {"tp": 1, "pp": 1, "partition": None, "sequence_parallel": False}})
+        merged(tree, {"parallel": {"tp": 1, "pp": 1, "virtual_pp": 1, "partition": None, "sequence_parallel": False}})
     )
     architecture, train, optimizer = config.model.architecture, config.train, config.optimizer
     model = GPT(architecture).to(dtype)
