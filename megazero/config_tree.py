@@ -340,7 +340,8 @@ class CheckpointSection(Section):
     keep: int = Field(0, ge=0, description="newest checkpoints that stay; 0: all")
     verify: bool = Field(
         True,
-        description="read each checkpoint back after its save, in the background; keep counts those found good",
+        description="read each checkpoint back after its save, in the background; keep does not count it before it is "
+        "found good",
     )
     async_save: bool = Field(
         False, description="write while training goes on, from a copy in host memory of what each rank saves"

@@ -74,7 +74,7 @@ def roll_back(engine: Engine, found: Divergence) -> None:
     samples = range(course.begin(engine.consumed_samples), found.samples.stop)
     course.leave_out([samples])
     engine.consumed_samples = course.begin(samples.start)
-    raise_together(restore.group_of(engine), restore.record_left_out(engine))
+    raise_together(restore.group_of(engine), restore.record_left_out(engine, restored.run_id))
     for message in restored.messages:
         engine.telemetry.event("start", engine.step, message)
     text = (

@@ -179,12 +179,13 @@ def load_newest(engine: Engine) -> Restored | None:
     return _resume_newest_good(_opened(path, group), notes, engine, group, takes_older=True)
 
 
-def record_left_out(engine: Engine) -> Exception | None:
-    """Write down, on rank 0, which samples the run leaves out; what went wrong with that."""
+def record_left_out(engine: Engine, run_id: str | None) -> Exception | None:
+    """Write down, on rank 0, which samples the run leaves out; what went wrong with that. ``run_id``: as the checkpoint
+    has it that the run has gone back to."""
     root = engine.config.checkpoint.dir
     try:
         if engine.topology.rank == 0 and root is not None:
-            left_out.write(Path(root), engine.telemetry.run_id, engine.course.left_out)
+            left_out.write(Path(root), run_id, engine.course.left_out)
     except OSError as error:
         return CheckpointError(f"{Path(root) / left_out.NAME}: cannot be written: {error.strerror}")
     return None
@@ -299,6 +300,8 @@ def _left_out(checkpoint: Checkpoint, group: Group) -> list[range]:
             found += left_out.read(checkpoint.path.parent, checkpoint.meta["run_id"])
         except CheckpointError as caught:
             error = caught
+        except (ValueError, TypeError) as caught:
+            error = CheckpointError(f"{checkpoint.path}: left_out in its manifest is not as it was written: {caught}")
     raise_together(group, error)
     return group.all_gather(found)[0]
 

@@ -29,12 +29,12 @@ def decode(pairs: list[list[int]]) -> list[range]:
     return ranges
 
 
-def write(root: Path, run_id: str, ranges: Iterable[range]) -> None:
+def write(root: Path, run_id: str | None, ranges: Iterable[range]) -> None:
     """Durably. Raises OSError."""
     files.replace_file(root / NAME, json.dumps({"run_id": run_id, "left_out": encode(ranges)}).encode() + b"\n")
 
 
-def read(root: Path, run_id: str) -> list[range]:
+def read(root: Path, run_id: str | None) -> list[range]:
     """What that run has written there; nothing where another run has, or none. Raises CheckpointError."""
     path = root / NAME
     try:

@@ -59,8 +59,8 @@ AnyChunk = ChunkData | tuple[str, str, Rectangle, Sequence[int], torch.Tensor]
 class CheckpointWriter:
     """Saves one run's checkpoints under ``root``; made and called by every rank of ``group`` together.
 
-    ``keep``: how many of the newest to keep, 0 for all; ``verifies``: of those that ``is_good`` is called for, from
-    any thread of rank 0. ``start_step``: the step this run starts from, that of
+    ``keep``: how many of the newest to keep, 0 for all; ``verifies``: whether ``is_good`` is called for those that
+    were read back, by any thread of rank 0. ``start_step``: the step this run starts from, that of
     the checkpoint it resumed, or 0. Creating one leaves nothing on the disk. Raises CheckpointError where nothing can
     be written at the root, or it holds whole checkpoints of later steps: they are of another run, and a later resume
     would pick them.
@@ -234,16 +234,14 @@ class CheckpointWriter:
             self._retain()
 
     def _retain(self) -> None:
-        """Rank 0: deletes all but the newest ``keep`` whole checkpoints. Where they are verified it is those that were
-        which count, unless there are fewer; none is deleted that is newer than the last of them."""
+        """Rank 0: deletes all but the newest ``keep`` whole checkpoints. Where they are verified those newer than the
+        last good one are not counted, so that it stays as long as nothing newer is known to be good."""
         if not self.keep:
             return
         there = [path for _, path in locate.step_directories(self.root) if locate.is_whole(path)]
         if self._verifies:
-            good = [path for path in there if (path / locate.VERIFIED).exists()]
-            there = there[: there.index(good[-1]) + 1] if good else []
-            others = [path for path in there if path not in good]
-            there = [*others, *good]  # the last of which stay
+            while there and not (there[-1] / locate.VERIFIED).exists():
+                there.pop()
         for path in there[: -self.keep]:
             self._remove(path)
 

@@ -108,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         _say(str(error))
         return USER_ERROR
+    except KeyboardInterrupt:  # between two starts: whatever waits for a job's end has handlers of its own
+        verdict = Verdict(128 + signal.SIGINT, "stopped by SIGINT", stopped=True)
     if verdict.message:
         _say(verdict.message)
     return verdict.code
