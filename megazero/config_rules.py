@@ -66,7 +66,7 @@ def world_problems(config: Config, world_size: int) -> Problems:
             f"{train.micro_batch_size} x {dp} = {unit}, where dp is {world_size} processes / ({cell}); "
             f"use {_multiples(train.global_batch_size, unit)}",
         )
-    for value in train.rampup_batch_size[:2] if train.rampup_batch_size else ():
+    for value in dict.fromkeys(train.rampup_batch_size[:2] if train.rampup_batch_size else ()):
         if value % unit:
             yield (
                 "train.rampup_batch_size",

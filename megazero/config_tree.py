@@ -5,6 +5,7 @@ A field's description is its help text. Rules between fields are in config_rules
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -319,6 +320,11 @@ class TrainSection(Section):
         if ramp_up is not None and min(ramp_up) < 1:
             raise ValueError("start, increment and samples must each be at least 1, as in 32 32 500000")
         return ramp_up
+
+    @property
+    def batch_unit(self) -> int:
+        """The largest number that divides every step's samples."""
+        return math.gcd(self.global_batch_size, *(self.rampup_batch_size[:2] if self.rampup_batch_size else ()))
 
     @field_validator("time_limit", mode="before")
     @classmethod

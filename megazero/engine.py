@@ -167,9 +167,9 @@ class Engine:
             # After an error of training a save that is under way ends by itself, before the process does.
             if error is None:
                 self._saves.wait()
-                self._saves.close(waits=self._stop.reason is None)
+                self._saves.close(gives_up=lambda: self._stop.reason is not None)
         finally:
-            self._saves.close(waits=False)
+            self._saves.close(gives_up=lambda: True)
             if self._watchdog is not None:
                 self._watchdog.stop(error)
             if error is not None and self._stop.reason is not None:

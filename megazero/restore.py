@@ -397,10 +397,10 @@ class Saves:
             self._background.wait()
             self.report()
 
-    def close(self, waits: bool) -> None:
-        """No save follows. ``waits``: for the last checkpoint to be read back."""
+    def close(self, gives_up: Callable[[], bool]) -> None:
+        """No save follows. Waits until the last checkpoint is read back, or ``gives_up`` says not to."""
         if self._verifier is not None:
-            self._verifier.close(waits)
+            self._verifier.close(gives_up)
             self.report()
 
     def _say(self, path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -58,16 +59,15 @@ class Verifier:
             found, self._outcomes = self._outcomes, []
         return found
 
-    def close(self, waits: bool) -> None:
-        """End the thread: ``waits``: not before it has verified what it was given."""
+    def close(self, gives_up: Callable[[], bool]) -> None:
+        """End the thread when it has verified what it was given, or as soon as ``gives_up`` says so."""
         with self._changed:
-            self._stopped |= not waits
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._stopped or not (self._busy or self._waiting))
+            while not gives_up() and (self._busy or self._waiting):
+                self._changed.wait(0.2)
             self._stopped = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(None if waits else _PAUSE)  # a disk that hangs holds nobody up
+            self._thread.join(_PAUSE)  # a disk that hangs holds nobody up
 
     def _run(self) -> None:
         with suppress(OSError):

@@ -155,7 +155,7 @@ class _Searching:
     def climb(self, shape: Choice) -> None:
         """Keep the choices of this shape that fit and have no lower one that does, by micro-batch size. What does not
         fit does not fit with larger micro-batches either, and is not asked again."""
-        samples = self.base.train.global_batch_size // shape.dp
+        samples = self.base.train.batch_unit // shape.dp
         stages = [stage for stage in (1, 2, 3) if stage >= self.least] if shape.dp > 1 or self.least else [0]
         too_much: set[tuple[str, int]] = set()
         for micro_batch in (size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0):

@@ -35,7 +35,7 @@ def read_back(writer: CheckpointWriter, *paths: Path) -> list[tuple[str, str]]:
     reader = Verifier(writer)
     for path in paths:
         reader.add(path)
-    reader.close(waits=True)
+    reader.close(gives_up=lambda: False)
     return [(path.name, problem) for path, problem in reader.outcomes()]
 
 
@@ -96,9 +96,9 @@ def test_one_that_has_been_removed_or_was_not_finished_is_not_spoken_of(tmp_path
     writer = CheckpointWriter(tmp_path, verifies=True)
     assert read_back(writer, tmp_path / "step_00000007") == []
     reader = Verifier(writer)
-    reader.close(waits=False)
+    reader.close(gives_up=lambda: True)
     reader.add(writer.save(1, [CHUNK]))
-    reader.close(waits=True)
+    reader.close(gives_up=lambda: True)
     assert reader.outcomes() == []
 
 

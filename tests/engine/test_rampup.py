@@ -14,6 +14,8 @@ from megazero.config_tree import TrainSection
 from megazero.course import Course
 from megazero.errors import ConfigError
 from megazero.models.config import ModelConfig
+from megazero.planner.chips import CHIPS
+from megazero.planner.search import search
 from tests.distributed.runs import TokenSource, assert_close, plain_loop, random_weights, settings, train
 from tests.engine.tiny import open_run, rank_files, run_script, series, tiny
 
@@ -93,6 +95,14 @@ def test_a_resume_in_the_middle_is_the_same_run(corpus: Path, tmp_path: Path) ->
     read = series(tmp_path / "whole.jsonl", "consumed_samples", "loss", "grad_norm", "lr")
     assert series(tmp_path / "cut.jsonl", "consumed_samples", "loss", "grad_norm", "lr") == read
     assert [int(numbers[0]) for numbers in read.values()] == [4, 8, 12, 20, 32, 48, 64, 80]
+
+
+def test_the_planner_offers_what_every_size_allows() -> None:
+    tree = {"model": {"preset": "gpt2-124m"}, "train": {"global_batch_size": 32, "rampup_batch_size": [8, 8, 1000]}}
+    plans = search(Config.from_dict(tree), 4, CHIPS["h100"], 40).plans
+    for plan in plans:
+        plan.config.validate_world(4)
+    assert len({plan.config.train.micro_batch_size for plan in plans}) > 1
 
 
 @pytest.mark.parametrize(
