@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megazero.checkpoint import left_out, newest, open_checkpoint
+from megazero.config_tree import TrainSection
 from megazero.course import Course
 from megazero.errors import CheckpointError, ConfigError, DivergenceError
 from tests.engine.tiny import open_run, rank_files, series, steps_in, tiny, write_corpus
@@ -147,7 +148,7 @@ def test_nothing_to_go_back_to(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_the_course() -> None:
-    course = Course(8)
+    course = Course(TrainSection(global_batch_size=8))
     assert course.samples(0, 3) == range(24, 32)
     course.leave_out([range(16, 32), range(32, 40), range(16, 32)])
     assert course.left_out == [range(16, 32), range(32, 40)]
