@@ -55,7 +55,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path, contents: manifest.Manifest | None = None, past_cache: bool = False) -> None:
-        """``past_cache``: what the kernel still has of its files in memory is forgotten first."""
+        """``past_cache``: what the kernel has of its files in memory is forgotten, before they are read and after."""
         self.path, self._past_cache = directory, past_cache
         self.contents = contents = contents or locate.read_whole(directory)
         self.step: int = contents.step
@@ -145,6 +145,7 @@ class Checkpoint:
                 self._last = None
                 yield
             self.rank_state(rank)
+            self._forget(file.name)
             yield
 
     def check_matches(self, parameters: Shapes) -> None:
@@ -248,8 +249,7 @@ class Checkpoint:
             file = self._files[name]
             try:
                 self._open[name] = os.open(self.path / name, os.O_RDONLY)
-                if self._past_cache:
-                    os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_DONTNEED)
+                self._forget(name)
                 header = os.pread(self._open[name], file.header_size, 0)
             except OSError as error:
                 if isinstance(error, PermissionError):
@@ -259,6 +259,10 @@ class Checkpoint:
                 os.close(self._open.pop(name))
                 raise CheckpointError(self._damage(name, "the checksum of its safetensors header does not match"))
         return self._open[name]
+
+    def _forget(self, name: str) -> None:
+        if self._past_cache:
+            os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _damage(self, file: str, what: str) -> str:
         if not self.path.exists():

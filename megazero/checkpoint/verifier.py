@@ -2,14 +2,16 @@
 
 [Note: from the disk, and out of the way]
 What was just written is still in memory, where it is as it was; so the kernel is told to forget a file before it is
-read. Saves fsync, so that it can. The thread has the lowest priority, and reading and checksums leave Python's lock to
-the thread that trains. Where saves come faster than they can be read back only the newest waits for its turn.
+read. Saves fsync, so that it can. After each piece the thread rests for as long as that took, so that half of the disk
+and of a core is the others' at least; reading and checksums leave Python's lock to the thread that trains. (A low
+priority would not be given back at the end, when the run waits.) Where saves come faster than they can be read back
+only the newest waits for its turn.
 """
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +22,6 @@ from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.writer import CheckpointWriter
 from megazero.errors import CheckpointError
 
-_LOWEST_PRIORITY = 19
 _PAUSE = 10.0
 """Seconds before what could not be read, or was not right, is read once more: a disk far away may only be unwell."""
 
@@ -39,7 +40,7 @@ class Verifier:
         self._writer = writer
         self._changed = threading.Condition()
         self._waiting: Path | None = None
-        self._busy = self._stopped = False
+        self._busy = self._stopped = self._hurries = False
         self._outcomes: list[Outcome] = []
         self._thread: threading.Thread | None = None
 
@@ -62,6 +63,8 @@ class Verifier:
     def close(self, gives_up: Callable[[], bool]) -> None:
         """End the thread when it has verified what it was given, or as soon as ``gives_up`` says so."""
         with self._changed:
+            self._hurries = True
+            self._changed.notify_all()
             while not gives_up() and (self._busy or self._waiting):
                 self._changed.wait(0.2)
             self._stopped = True
@@ -70,8 +73,6 @@ class Verifier:
             self._thread.join(_PAUSE)  # a disk that hangs holds nobody up
 
     def _run(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while True:
             with self._changed:
                 self._busy = False
@@ -105,9 +106,13 @@ class Verifier:
     def _problem(self, path: Path) -> str:
         try:
             with Checkpoint(path, past_cache=True) as checkpoint:
+                begin = time.monotonic()
                 for _ in checkpoint.verified_pieces():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._hurries, time.monotonic() - begin)
                     if self._stopped:
                         break
+                    begin = time.monotonic()
         except CheckpointError as error:
             return f"{error}."
         return ""
