@@ -40,6 +40,7 @@ from megazero.errors import CheckpointError, ConfigError, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.init import draw
 from megazero.models.parameters import parameter_shapes
+from megazero.resilience.bad_steps import NOTHING_SEEN
 from megazero.sharding import Rectangle, is_counted
 from megazero.zero.block import Block, Reader
 
@@ -279,8 +280,8 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     if optimizer.fp16 and meta["loss_scale"] is not None:
         optimizer.loss_scale.fill_(meta["loss_scale"])
         optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
-    if optimizer.bad_steps is not None and meta.get("bad_steps") is not None:
-        optimizer.bad_steps.load(meta["bad_steps"])
+    if optimizer.bad_steps is not None:
+        optimizer.bad_steps.load(meta.get("bad_steps") or NOTHING_SEEN)
     if same:
         set_rng_state(checkpoint.rank_state(engine.topology.rank), engine.device)
     directory = engine.config.checkpoint.dir

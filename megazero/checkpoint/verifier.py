@@ -89,7 +89,7 @@ class Verifier:
     def _verify(self, path: Path) -> Outcome | None:
         """None where it was not to be finished, or the checkpoint is gone."""
         problem = self._problem(path)
-        if problem and not self._stopped:
+        if problem and path.exists() and not self._stopped:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, _PAUSE)
             problem = self._problem(path)

@@ -38,7 +38,7 @@ def preflight(config: Config, topology: Topology, step: int = 0) -> list[str]:
     if topology.layout.world_size == 1:
         problem, warning = paths.room(config, step)
         if problem:
-            raise LaunchError(problem)
+            raise LaunchError(f"rank 0 on {socket.gethostname()}: {problem}")
         return [warning] if warning else []
     problem = missing_interface(os.environ, _NETWORKS)
     facts = {

@@ -140,6 +140,27 @@ def test_the_limit_is_that_of_the_whole_run_and_damage_goes_further_back(corpus:
     assert any("passing over a damaged checkpoint" in text and "rank_00000.safetensors" in text for text in texts)
 
 
+def test_a_spike_is_left_out_with_what_was_read_before_it(corpus: Path, tmp_path: Path) -> None:
+    """The first checkpoint knows nothing of losses: it is of a run that did not judge them."""
+    changes = {"checkpoint.save_interval": 2, "train.steps": 4}
+    engine, data, _ = open_run(settings(corpus, tmp_path, {**changes, "watch.bad_step": "stop"}))
+    with engine:
+        for _ in range(2):
+            engine.train_batch(data)
+        engine.save(data)
+    engine, data, _ = open_run(settings(corpus, tmp_path, {**changes, "watch.loss_spike": 5}))
+    bad_steps = engine.optimizer.bad_steps
+    assert bad_steps is not None
+    bad_steps.load([0.5, 0.01, 50, 0, 0, 0, None])
+    with engine:
+        assert engine.train_batch(data).step == 3
+        assert (engine.step, engine.consumed_samples, bad_steps.state()) == (2, 24, [0, 0, 0, 0, 0, 0, None])
+        assert engine.train_batch(data).step == engine.step == 3
+    texts = [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (text,) = [text for text in texts if "rolled back" in text]
+    assert text.startswith("step 3: the loss is 5.") and "rolled back to step 2, without samples 16 to 23" in text
+
+
 def test_nothing_to_go_back_to(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match="There is no checkpoint yet to go back to"):
         train(settings(corpus, tmp_path, {}), bad=8)
