@@ -96,6 +96,8 @@ def file_system(path: Path) -> tuple[str, str]:
 def writable_problem(directory: str) -> str:
     """Why nothing can be written where ``directory`` is, or will be; "" where it can."""
     place = nearest(directory)
+    if not place.is_dir():
+        return f"checkpoint.dir = {directory}: {place} is a file; checkpoint.dir must be a directory"
     try:
         with tempfile.TemporaryFile(dir=place):
             return ""
