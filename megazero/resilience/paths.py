@@ -29,11 +29,13 @@ _STATE_BYTES = 12
 
 
 class Probe(NamedTuple):
-    """A file that rank 0 has written, on ``host``; ``path`` is "" where it could not."""
+    """A file that rank 0 has written, on ``host``; ``path`` is "" where it could not. ``times``: of the directory's last
+    access and change before that, in ns."""
 
     path: str
     host: str
     content: str
+    times: tuple[int, int]
 
 
 def nearest(path: str | Path) -> Path:
@@ -44,13 +46,14 @@ def nearest(path: str | Path) -> Path:
 
 def write_probe(directory: str, topology: Topology) -> Probe:
     """Rank 0 leaves a file where ``directory`` is, or will be; every rank is told of it."""
-    told = [Probe("", "", "")]
+    told = [Probe("", "", "", (0, 0))]
     if topology.rank == 0:
         content = uuid.uuid4().hex
         with suppress(OSError):  # writable_problem says why
-            path = nearest(directory) / f".megazero-probe-{uuid.uuid4().hex}"
+            place = nearest(directory)
+            before, path = place.stat(), place / f".megazero-probe-{uuid.uuid4().hex}"
             path.write_text(content)
-            told = [Probe(str(path), socket.gethostname(), content)]
+            told = [Probe(str(path), socket.gethostname(), content, (before.st_atime_ns, before.st_mtime_ns))]
     dist.broadcast_object_list(told, src=0)
     return told[0]
 
@@ -76,10 +79,11 @@ def local_problem(directory: str, probe: Probe) -> str:
 
 
 def remove_probe(probe: Probe, topology: Topology) -> None:
-    """When every rank has looked."""
+    """When every rank has looked: leave no trace."""
     if topology.rank == 0 and probe.path:
         with suppress(OSError):
             os.unlink(probe.path)
+            os.utime(Path(probe.path).parent, ns=probe.times)
 
 
 def file_system(path: Path) -> tuple[str, str]:
