@@ -29,8 +29,8 @@ _STATE_BYTES = 12
 
 
 class Probe(NamedTuple):
-    """A file that rank 0 has written, on ``host``; ``path`` is "" where it could not. ``times``: of the directory's last
-    access and change before that, in ns."""
+    """A file that rank 0 has written, on ``host``; ``path`` is "" where it could not. ``times``: of the directory's
+    last access and change before that, in ns."""
 
     path: str
     host: str
