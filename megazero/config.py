@@ -26,7 +26,7 @@ from megazero.config_tree import (
     ZeroSection,
     merged,
 )
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, WorldSizeError
 from megazero.layout import Layout
 from megazero.models.config import ModelConfig
 from megazero.pipeline.schedules import ScheduleName
@@ -68,7 +68,7 @@ class Config(Section):
             if field not in text and not any(name in message for name, _ in wrong):
                 reported.append((field, message))
         if reported:
-            raise ConfigError(reported)
+            raise _error(reported, config, world_size)
         return config
 
     def problems(self, world_size: int | None = None) -> list[tuple[str, str]]:
@@ -78,12 +78,12 @@ class Config(Section):
     def validate_world(self, world_size: int) -> None:
         """Raises ConfigError with everything that cannot work, on this number of processes included."""
         if found := self.problems(world_size):
-            raise ConfigError(found)
+            raise _error(found, self, world_size)
 
     def layout(self, world_size: int) -> Layout:
-        """What each axis is on ``world_size`` processes. Raises ConfigError where they do not fit."""
+        """What each axis is on ``world_size`` processes. Raises WorldSizeError where they do not fit."""
         if found := list(config_rules.world_problems(self, world_size)):
-            raise ConfigError(found)
+            raise WorldSizeError(found)
         tp, pp = self.parallel.tp, self.parallel.pp
         return Layout(tp, pp, world_size // (tp * pp))
 
@@ -125,7 +125,7 @@ def with_model(config: Config, architecture: ModelConfig, *, world_size: int | N
     model = ModelSection(**sizes, preset=config.model.preset, init_from=config.model.init_from)
     config = config.model_copy(update={"model": model})
     if found := config.problems(world_size):
-        raise ConfigError(found)
+        raise _error(found, config, world_size)
     return config
 
 
@@ -142,6 +142,12 @@ def load_config(argv: Sequence[str], *, world_size: int | None = None, needs_dat
     path, flags, found = parse_flags(argv, Config)
     tree = read_file(path) if path is not None else {}
     return Config.from_dict(merged(tree, flags), world_size=world_size, needs_data=needs_data, found=found)
+
+
+def _error(found: Sequence[tuple[str, str]], config: Config, world_size: int | None) -> ConfigError:
+    """What to raise for these problems, some of which may be the number of processes' alone."""
+    of_size = list(config_rules.world_problems(config, world_size)) if world_size is not None else []
+    return WorldSizeError(found) if list(found) == of_size else ConfigError(found)
 
 
 def _read(tree: Mapping[str, Any]) -> tuple[Config, list[tuple[str, str]]]:

@@ -29,6 +29,7 @@ def problems(config: Config, world_size: int | None = None, needs_data: bool = F
     yield from _zero(config)
     yield from _offload(config)
     yield from _data(config)
+    yield from _ramp_up(config)
     yield from _optimizer(config)
     yield from _checkpoint(config)
     if needs_data:
@@ -65,6 +66,14 @@ def world_problems(config: Config, world_size: int) -> Problems:
             f"{train.micro_batch_size} x {dp} = {unit}, where dp is {world_size} processes / ({cell}); "
             f"use {_multiples(train.global_batch_size, unit)}",
         )
+    for value in dict.fromkeys(train.rampup_batch_size[:2] if train.rampup_batch_size else ()):
+        if value % unit:
+            yield (
+                "train.rampup_batch_size",
+                f"start and increment are to be multiples of train.micro_batch_size x dp = {train.micro_batch_size} x "
+                f"{dp} = {unit}, where dp is {world_size} processes / ({cell}), and {value} is none; use "
+                f"{_multiples(value, unit)}",
+            )
     for name in ("mics_shard_size", "zero_hpz_partition_size"):
         size = getattr(config.zero, name)
         if size and dp % size:
@@ -371,6 +380,24 @@ def _data_files(config: Config) -> Problems:
         )
 
 
+def _ramp_up(config: Config) -> Problems:
+    ramp_up, full = config.train.rampup_batch_size, config.train.global_batch_size
+    if ramp_up is None:
+        return
+    start, increment, _ = ramp_up
+    if start >= full:
+        yield (
+            "train.rampup_batch_size",
+            f"starts at {start}, which is not below train.global_batch_size = {full}; start lower, or leave it out",
+        )
+    elif (full - start) % increment:
+        yield (
+            "train.rampup_batch_size",
+            f"increments of {increment} do not lead from {start} to train.global_batch_size = {full}; use "
+            f"{either(divisors(full - start))}",
+        )
+
+
 def _optimizer(config: Config) -> Problems:
     optimizer, train, steps = config.optimizer, config.train, config.train.steps
     if optimizer.min_lr > optimizer.lr:
@@ -411,6 +438,11 @@ def _optimizer(config: Config) -> Problems:
 
 def _checkpoint(config: Config) -> Problems:
     checkpoint, train = config.checkpoint, config.train
+    if config.watch.bad_step == "rollback" and not (checkpoint.dir and checkpoint.save_interval):
+        yield (
+            "watch.bad_step",
+            "rollback needs checkpoints to go back to; give checkpoint.dir and checkpoint.save_interval, or use skip",
+        )
     if checkpoint.dir is None:
         for name in ("save_interval", "keep", "async_save"):
             if value := getattr(checkpoint, name):

@@ -5,6 +5,7 @@ A field's description is its help text. Rules between fields are in config_rules
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from megazero.models.config import ModelConfig
 from megazero.presets import PRESETS
 
 Blend = tuple[tuple[float, str], ...]
+RampUp = tuple[int, int, int]
+"""First batch size, increment, and samples until the full one."""
 
 
 class Section(BaseModel):
@@ -268,6 +271,11 @@ class TrainSection(Section):
 
     steps: int = Field(1000, ge=1, description="optimizer steps of the whole run, those before a resume included")
     global_batch_size: int = Field(8, ge=1, description="samples per step, over all processes")
+    rampup_batch_size: RampUp | None = Field(
+        None,
+        description="three numbers: the first steps' samples, an increment, and the samples over which these grow to "
+        "global_batch_size, by one increment after another; unset: no growth",
+    )
     micro_batch_size: int = Field(1, ge=1, description="samples per forward pass on one process")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="of parameters and activations; auto: bf16 on a GPU, fp32 on a CPU"
@@ -306,6 +314,18 @@ class TrainSection(Section):
         description="seconds that a collective may wait for a missing process; then a report, and the run ends",
     )
 
+    @field_validator("rampup_batch_size")
+    @classmethod
+    def _positive(cls, ramp_up: RampUp | None) -> RampUp | None:
+        if ramp_up is not None and min(ramp_up) < 1:
+            raise ValueError("start, increment and samples must each be at least 1, as in 32 32 500000")
+        return ramp_up
+
+    @property
+    def batch_unit(self) -> int:
+        """The largest number that divides every step's samples."""
+        return math.gcd(self.global_batch_size, *(self.rampup_batch_size[:2] if self.rampup_batch_size else ()))
+
     @field_validator("time_limit", mode="before")
     @classmethod
     def _minutes(cls, value: Any) -> Any:
@@ -324,6 +344,11 @@ class CheckpointSection(Section):
     dir: str | None = Field(None, description="directory of this run's checkpoints; unset: nothing is saved")
     save_interval: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
     keep: int = Field(0, ge=0, description="newest checkpoints that stay; 0: all")
+    verify: bool = Field(
+        True,
+        description="read each checkpoint back after its save, in the background; keep does not count it before it is "
+        "found good",
+    )
     async_save: bool = Field(
         False, description="write while training goes on, from a copy in host memory of what each rank saves"
     )
@@ -338,7 +363,8 @@ class LogSection(Section):
     interval: int = Field(10, ge=0, description="steps between logged lines; 0: none")
     jsonl: str | None = Field(None, description="path of a JSON-lines file of metrics; unset: none")
     events: str | None = Field(
-        None, description="path of a JSON-lines file of starts, saves, skipped updates, slow processes; unset: none"
+        None,
+        description="path of a JSON-lines file of starts, saves, skips, roll-backs, slow processes; unset: none",
     )
     tensorboard: str | None = Field(None, description="directory of TensorBoard events; unset: none")
     wandb: str | None = Field(None, description="Weights & Biases project; unset: none")
@@ -362,10 +388,12 @@ class WatchSection(Section):
         allow_inf_nan=False,
         description="seconds without a sign of life after which a process is lost and the run ends; 0: never",
     )
-    bad_step: Literal["stop", "skip"] = Field(
+    bad_step: Literal["stop", "skip", "rollback"] = Field(
         "stop",
-        description="what a spike, or a gradient that is not finite, does: the run stops, or the update is left out",
+        description="what a spike, or a gradient that is not finite, does: the run stops; the update is left out; the "
+        "run goes back to the newest good checkpoint, and on behind the samples it had read since",
     )
+    max_rollbacks: int = Field(10, ge=1, description="rollback: of the whole run; where one more is needed, it stops")
     loss_spike: float = Field(
         0.0,
         ge=0,

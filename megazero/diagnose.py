@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megazero.errors import DivergenceError
 from megazero.stage import DecoderStage
 from megazero.topology import Topology
 
@@ -94,30 +93,26 @@ class FiniteWatch:
         return self._first[min(self._first)] if self._first else None
 
 
-def raise_divergence(step: int, samples: range, finding: Finding | None, topology: Topology) -> None:
-    """Raise DivergenceError, the same on every rank, naming the earliest finding over all ranks."""
+def earliest(finding: Finding | None, topology: Topology) -> str:
+    """The earliest finding over all ranks, in words, the same on every rank."""
     findings: list[Finding | None] = [finding]
     if topology.layout.world_size > 1:
         findings = [None] * topology.layout.world_size
         dist.all_gather_object(findings, finding)
     found = [(f, rank) for rank, f in enumerate(findings) if f]
-    where = "run again, the same step was finite: suspect the hardware of one of the nodes"
-    if found:
-        # Forward flows down the layers, gradients up: the earliest along the way is the cause. Ranks of one stage
-        # make the same checks in the same order, and what one of them has wrong reaches the others later.
-        def place(found: tuple[Finding, int]) -> tuple[int, float, int, int]:
-            finding, rank = found
-            depth = _depth(finding.what)
-            return finding.phase, depth if finding.phase <= Phase.FORWARD else -depth, finding.order, rank
+    if not found:
+        return "run again, the same step was finite: suspect the hardware of one of the nodes"
 
-        finding, rank = min(found, key=place)
-        coordinates = ", ".join(f"{axis} {c}" for axis, c in topology.layout.coordinates(rank).items())
-        where = f"first in {finding.what} on rank {rank} ({coordinates})"
-    raise DivergenceError(
-        f"step {step}: the gradient is not finite, {where}. Weights are those before this step; nothing was saved "
-        f"after it. It read samples {samples.start} to {samples.stop - 1}. Lower optimizer.lr, lengthen "
-        f"optimizer.warmup_steps, or look at these samples"
-    )
+    # Forward flows down the layers, gradients up: the earliest along the way is the cause. Ranks of one stage
+    # make the same checks in the same order, and what one of them has wrong reaches the others later.
+    def place(found: tuple[Finding, int]) -> tuple[int, float, int, int]:
+        finding, rank = found
+        depth = _depth(finding.what)
+        return finding.phase, depth if finding.phase <= Phase.FORWARD else -depth, finding.order, rank
+
+    first, rank = min(found, key=place)
+    coordinates = ", ".join(f"{axis} {c}" for axis, c in topology.layout.coordinates(rank).items())
+    return f"first in {first.what} on rank {rank} ({coordinates})"
 
 
 def _depth(what: str) -> float:

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from megazero import restore
 from megazero.build import DTYPES, attention_backends, build_stage
 from megazero.config import Config
-from megazero.diagnose import FiniteWatch, raise_divergence
+from megazero.course import Course
+from megazero.divergence import find_divergence, roll_back
 from megazero.errors import DivergenceError, LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.optim.schedule import learning_rate
 from megazero.optim.step import OptimizerStep, StepSums
-from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
 from megazero.pipeline.executor import Executor
 from megazero.pipeline.p2p import Transfers, neighbour_groups
-from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
+from megazero.pipeline.rank_schedules import RankSchedules
+from megazero.pipeline.schedules import Action
 from megazero.planner.chips import chip_of_device
 from megazero.planner.expectation import expectation
 from megazero.planner.memory import plan
@@ -71,7 +72,8 @@ class Engine:
     the newest checkpoint in ``checkpoint.dir``, else from ``model.init_from``, else it is initialised. Use it as a
     context manager, so that the process group and the metrics end with it.
 
-    Attributes: ``step``: optimizer steps taken; ``consumed_samples``: samples they have read.
+    Attributes: ``step``: optimizer steps taken; ``consumed_samples``: where the next one begins in the sample order;
+    ``course``: which samples each step reads.
 
     Raises ConfigError and CheckpointError before GPU memory is taken where the settings or the checkpoint are wrong.
     """
@@ -89,7 +91,7 @@ class Engine:
         self._owns_group = start_process_group(environment, self.device, timeout)
         layout = config.layout(environment.world_size)
         self.topology = Topology(layout, environment.rank, self.device)
-        notes = preflight(config, self.topology)
+        notes = preflight(config, self.topology, start.resume.step if start.resume is not None else 0)
         ring = config.parallel.virtual_pp > 1
         pairs = neighbour_groups(layout, environment.rank, ring, timeout)  # first: see its note
         precision = config.train.precision
@@ -104,9 +106,16 @@ class Engine:
             self.stage.sharded, self.topology, config.optimizer, config.train, fp16, bad_steps
         )
         self.step = self.consumed_samples = 0
+        self.course = Course(config.train)
         torch.manual_seed(config.train.seed * 1_000_003 + environment.rank)
         self._restored = restore.load_start(start, self)
-        self._schedules()
+        parallel = config.parallel
+        self._schedules = RankSchedules(
+            config.schedule, parallel.pp, parallel.virtual_pp, self.topology.coordinates["pp"]
+        )
+        count = config.micro_batches(layout.dp)
+        self._schedules.training(count)
+        self._eval_actions = self._schedules.evaluation(count)
         self._position = Position(self.device)
         self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs), note=self._position.at)
         timeline, place = config.log.timeline, self.topology.coordinates
@@ -117,7 +126,9 @@ class Engine:
         self._replicas = Replicas(self.stage.sharded, self.topology) if many and interval else None
         self._stop = StopRequest()
         self._stop_flags = LateFlags(self.device)
-        self._logged_step = self.step
+        self._begun = (self.step, self.consumed_samples)  # the run did, or what follows a roll-back
+        self._read_since_log = 0
+        self._is_new = True
         self._saves = restore.Saves(self, self.step if self._restored.in_own_directory else -1)
         self.telemetry = Telemetry(
             config, self.model_config, layout, self.device, environment.rank, self._restored.run_id, self.step
@@ -156,7 +167,9 @@ class Engine:
             # After an error of training a save that is under way ends by itself, before the process does.
             if error is None:
                 self._saves.wait()
+                self._saves.close(gives_up=lambda: self._stop.reason is not None)
         finally:
+            self._saves.close(gives_up=lambda: True)
             if self._watchdog is not None:
                 self._watchdog.stop(error)
             if error is not None and self._stop.reason is not None:
@@ -183,17 +196,6 @@ class Engine:
         chip = chip_of_device(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         return "\n".join((*tier.notes(), *expectation(self.config, self.topology.layout.world_size, chip)))
 
-    def _schedules(self) -> None:
-        name, stages, chunks = self.config.schedule, self.config.parallel.pp, self.config.parallel.virtual_pp
-        count = self.config.micro_batches(self.dp_size)
-        train = build_schedule(name, stages, count, chunks)
-        evaluation = evaluation_schedule(stages, count, chunks)
-        bounds = [activation_bound(name, stages, count, stage, chunks) for stage in range(stages)]
-        check_schedule(train, count, bounds, chunks)
-        check_evaluation_schedule(evaluation, count, chunks)
-        self._train_actions: list[Action] = train[self.topology.coordinates["pp"]]
-        self._eval_actions: list[Action] = evaluation[self.topology.coordinates["pp"]]
-
     def _transfers(self, dtype: torch.dtype, pairs: Mapping[int, dist.ProcessGroup]) -> Transfers | None:
         layout = self.topology.layout
         if layout.pp == 1:
@@ -219,35 +221,43 @@ class Engine:
         return True
 
     def train_batch(self, source: BatchSource) -> Metrics:
-        """One optimizer step on the next global batch; logs it where ``log.interval`` says so."""
-        self._position.at(READING, self.step + 1)
-        micro_batches = self._read(source, self.consumed_samples)
-        lr = learning_rate(self.config.optimizer, self.step + 1, self.config.train.steps)
-        is_logged = self._is_due(self.config.log.interval, self.step + 1)
-        with self._recorder.step(self.step + 1, is_logged):
-            sums = self._forward_backward(micro_batches, lr)
-        self.step += 1
-        self.consumed_samples += self.config.train.global_batch_size
+        """One optimizer step on the next global batch; logs it where ``log.interval`` says so.
+
+        That may find that this step or an earlier one was bad: with ``watch.bad_step`` rollback, ``step`` and
+        ``consumed_samples`` are then those that the run goes on from.
+        """
+        step = self.step + 1
+        self._position.at(READING, step)
+        size = self.course.size(self.consumed_samples)
+        micro_batches = self._read(source, self.consumed_samples, size)
+        lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        is_logged = self._is_due(self.config.log.interval, step)
+        with self._recorder.step(step, is_logged):
+            sums = self._forward_backward(micro_batches, size, lr)
+        self.step, self._is_new = step, True
+        self._read_since_log += size
+        self.consumed_samples = self.course.after(self.consumed_samples)
         self._stop_flags.note(sums.stop)
         self._saves.report()
         if self.stage.sharded.tier is not None and (advice := self.stage.sharded.tier.advice()) is not None:
             self.telemetry.message(advice)
-        if is_logged:
-            self._log(sums, lr, source)
+        if is_logged and not self._goes_back(source):
+            self._log(sums, lr)
         if self._replicas is not None and self.due(self.config.watch.replica_interval):
             self._compare_replicas()
         self._position.idle()
-        return Metrics(self.step, sums.loss, sums.grad_norm, lr)
+        return Metrics(step, sums.loss, sums.grad_norm, lr)
 
-    def _read(self, source: BatchSource, first: int) -> list[MicroBatch]:
-        train, coordinates = self.config.train, self.topology.coordinates
-        return source.read(first, coordinates["dp"], self.dp_size, train.global_batch_size, train.micro_batch_size)
+    def _read(self, source: BatchSource, first: int, size: int) -> list[MicroBatch]:
+        """This rank's part of ``size`` samples."""
+        coordinates = self.topology.coordinates
+        return source.read(first, coordinates["dp"], self.dp_size, size, self.config.train.micro_batch_size)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch], lr: float) -> StepSums:
-        normalizer = self.config.train.global_batch_size * self.config.data.seq_length
+    def _forward_backward(self, micro_batches: list[MicroBatch], size: int, lr: float) -> StepSums:
+        normalizer = size * self.config.data.seq_length
         self.stage.loss_weight = self.optimizer.loss_scale / normalizer if self.optimizer.fp16 else 1 / normalizer
         self.stage.model.train()
-        loss = self._run(self._train_actions, micro_batches)
+        loss = self._run(self._schedules.training(len(micro_batches)), micro_batches)
         stop = self._stop.requested(self._started, self.config.train.time_limit)
         if self._saves.failed:
             # Stopping is what all ranks agree on; the error is then raised on all of them at once, where they wait.
@@ -278,17 +288,23 @@ class Engine:
             return 0.0
         return sum(float(micro_batch["weights"].sum(dtype=torch.float64)) for micro_batch in micro_batches)
 
-    def _log(self, sums: StepSums, lr: float, source: BatchSource) -> None:
+    def _log(self, sums: StepSums, lr: float) -> None:
         self._position.at("logging")
-        self._raise_if_diverged(source)
         self._name_stragglers()
         self._report_skipped()
-        train = self.config.train
-        tokens = (self.step - self._logged_step) * train.global_batch_size * self.config.data.seq_length
-        self._logged_step = self.step
+        tokens = self._read_since_log * self.config.data.seq_length
+        self._read_since_log = 0
+        left = self.course.total(self.consumed_samples, self.config.train.steps - self.step)
         extra = {"loss_scale": float(self.optimizer.loss_scale)} if self.optimizer.fp16 else {}
         self.telemetry.log_step(
-            self.step, float(sums.loss), float(sums.grad_norm), lr, self.consumed_samples, tokens, extra
+            self.step,
+            float(sums.loss),
+            float(sums.grad_norm),
+            lr,
+            self.consumed_samples,
+            tokens,
+            extra,
+            left * self.config.data.seq_length,
         )
 
     def _report_skipped(self) -> None:
@@ -296,10 +312,11 @@ class Engine:
             return
         count, last = self.optimizer.bad_steps.skipped()
         if count:
-            size = self.config.train.global_batch_size
-            first = self.consumed_samples - (self.step - last + 1) * size
-            text = f"{count} updates left out (watch.bad_step): the last is step {last}, samples {first} to "
-            self.telemetry.event("skip", self.step, f"{text}{first + size - 1}", count=count, last=last, sample=first)
+            read = self.samples_of(last)
+            text = (
+                f"{count} updates left out (watch.bad_step): the last is step {last}, samples {read[0]} to {read[-1]}"
+            )
+            self.telemetry.event("skip", self.step, text, count=count, last=last, sample=read[0])
 
     def _compare_replicas(self) -> None:
         self._position.at("the comparison of replicas")
@@ -321,27 +338,39 @@ class Engine:
             )
             self.telemetry.event("slow", self.step, text, rank=rank, host=host, seconds=seconds, median=median)
 
-    def _raise_if_diverged(self, source: BatchSource) -> None:
-        """Where the flag of a gradient that was not finite is up: find out where, and stop. Waits for the device."""
-        bad_step = int(self.optimizer.bad_step)
-        if not bad_step:
-            return
-        size = self.config.train.global_batch_size
-        first = self.consumed_samples - (self.step - bad_step + 1) * size
-        if self.optimizer.bad_steps is not None and (spike := self.optimizer.bad_steps.spike()):
-            raise DivergenceError(
-                f"step {bad_step}: {spike} (watch.loss_spike). Weights are those before this step; nothing was saved "
-                f"after it. It read samples {first} to {first + size - 1}"
-            )
-        watch = FiniteWatch(self.stage.model)
-        with watch.watching():
-            self._run(self._train_actions, self._read(source, first))
-        self.stage.sharded.wait_for_gradients()
-        raise_divergence(bad_step, range(first, first + size), watch.finding(self.stage), self.topology)
+    def samples_of(self, step: int) -> range:
+        """What a step read that this process has taken, counted from the last roll-back."""
+        begun, position = self._begun
+        return self.course.samples(position, step - begun - 1)
+
+    def run_again(self, source: BatchSource, step: int) -> None:
+        """Such a step's forwards and backwards once more."""
+        samples = self.samples_of(step)
+        micro_batches = self._read(source, samples.start, len(samples))
+        self._run(self._schedules.training(len(micro_batches)), micro_batches)
+
+    def _goes_back(self, source: BatchSource) -> bool:
+        """Where a step was bad, end the run, or roll it back. Waits for the device."""
+        self._position.at("looking for bad steps")
+        found = find_divergence(self, source)
+        if found is None:
+            return False
+        if self.config.watch.bad_step != "rollback":
+            raise found.error()
+        self._position.at("rolling back", limited=False)
+        self._saves.wait()
+        roll_back(self, found)
+        self._begun, self._read_since_log, self._is_new = (self.step, self.consumed_samples), 0, False
+        self._saves.step = self.step
+        self._recorder.go_back(self.step)
+        self.telemetry.go_back(self.step)
+        self._position.idle()
+        return True
 
     def due(self, interval: int) -> bool:
-        """Whether the step just taken is a multiple of ``interval``, or the run's last; never where that is 0."""
-        return self._is_due(interval, self.step)
+        """Whether the step just taken is a multiple of ``interval``, or the run's last; never where that is 0, or right
+        after a roll-back."""
+        return self._is_new and self._is_due(interval, self.step)
 
     def _is_due(self, interval: int, step: int) -> bool:
         return bool(interval) and (step % interval == 0 or step == self.config.train.steps)
@@ -349,7 +378,7 @@ class Engine:
     @torch.no_grad()
     def eval_batch(self, source: BatchSource, first: int) -> tuple[torch.Tensor, float]:
         """(Σ loss as a float64 scalar on the device, tokens) of this rank's share of one global batch."""
-        micro_batches = self._read(source, first)
+        micro_batches = self._read(source, first, self.config.train.global_batch_size)
         self.stage.loss_weight = 1.0
         self.stage.model.eval()
         return self._run(self._eval_actions, micro_batches), self._tokens(micro_batches)
@@ -375,10 +404,9 @@ class Engine:
 
         ``source``: read again if the run has diverged, to say where; a diverged run is not saved.
         """
-        if not self._saves.due:
+        if not self._saves.due or self._goes_back(source):
             return
         self._position.at("saving a checkpoint")
-        self._raise_if_diverged(source)
         with self.telemetry.paused():
             self._saves.save()
         self._position.idle()

@@ -28,6 +28,10 @@ class ConfigError(MegazeroError):
         return cls([(field, message)])
 
 
+class WorldSizeError(ConfigError):
+    """Settings that cannot work on so many processes, and may on another number of them."""
+
+
 class DataError(MegazeroError):
     """A corpus, dataset, mask or tokenizer file that cannot be used as it is."""
 

@@ -22,15 +22,17 @@ from megazero.checkpoint import (
     Group,
     OneProcess,
     TorchGroup,
+    left_out,
     newest,
     newest_or_none,
     open_checkpoint,
     raise_together,
 )
 from megazero.checkpoint.background import BackgroundSaver
-from megazero.checkpoint.locate import DAMAGED, step_directories, step_directory
+from megazero.checkpoint.locate import DAMAGED, VERIFIED, set_aside, step_directory
 from megazero.checkpoint.rng import rng_state, set_rng_state
 from megazero.checkpoint.store_group import StoreGroup
+from megazero.checkpoint.verifier import Verifier
 from megazero.checkpoint.writer import AnyChunk
 from megazero.config import Config, with_model
 from megazero.convert import CheckpointWeights, Weights, model_of, open_weights
@@ -38,6 +40,7 @@ from megazero.errors import CheckpointError, ConfigError, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.init import draw
 from megazero.models.parameters import parameter_shapes
+from megazero.resilience.bad_steps import NOTHING_SEEN
 from megazero.sharding import Rectangle, is_counted
 from megazero.zero.block import Block, Reader
 
@@ -79,12 +82,16 @@ def _resumed_path(config: Config) -> tuple[Path | None, tuple[str, ...]]:
     Raises CheckpointError.
     """
     where = config.checkpoint.resume
+    if where == "auto":
+        return _newest_whole(config.checkpoint.dir) if config.checkpoint.dir else (None, ())
+    return None if where == "never" else _of_field("checkpoint.resume", newest, where), ()
+
+
+def _newest_whole(root: str | Path) -> tuple[Path | None, tuple[str, ...]]:
+    """The newest whole checkpoint under a root, and which newer ones are not whole. Raises CheckpointError."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if where == "auto":
-            path = newest_or_none(config.checkpoint.dir) if config.checkpoint.dir else None
-        else:
-            path = None if where == "never" else _of_field("checkpoint.resume", newest, where)
+        path = newest_or_none(root)
     return path, tuple(str(warning.message) for warning in caught)
 
 
@@ -141,7 +148,8 @@ def load_start(start: Start, engine: Engine) -> Restored:
     """Give every parameter its value, and the optimizer its state where a run is resumed."""
     blocks, group = engine.stage.sharded.blocks, group_of(engine)
     if start.resume is not None:
-        return _resume_newest_good(start.resume, start.notes, engine, group)
+        takes_older = engine.config.checkpoint.resume == "auto"
+        return _resume_newest_good(start.resume, start.notes, engine, group, takes_older)
     if start.weights is not None:
         weights = start.weights
         if isinstance(weights, CheckpointWeights):
@@ -153,6 +161,35 @@ def load_start(start: Start, engine: Engine) -> Restored:
     for block in blocks:
         block.load("weight", read)
     return Restored(messages=start.notes)
+
+
+def load_newest(engine: Engine) -> Restored | None:
+    """Go back to the newest good checkpoint in checkpoint.dir; None where there is none. Every rank calls it."""
+    group, root = group_of(engine), engine.config.checkpoint.dir
+    assert root is not None
+    path, error, notes = None, None, ()
+    if group.rank == 0:
+        try:
+            path, notes = _newest_whole(root)
+        except CheckpointError as caught:
+            error = caught
+    raise_together(group, error)
+    path, notes = group.all_gather((path, notes))[0]
+    if path is None:
+        return None
+    return _resume_newest_good(_opened(path, group), notes, engine, group, takes_older=True)
+
+
+def record_left_out(engine: Engine, run_id: str | None) -> Exception | None:
+    """Write down, on rank 0, which samples the run leaves out; what went wrong with that. ``run_id``: as the checkpoint
+    has it that the run has gone back to."""
+    root = engine.config.checkpoint.dir
+    try:
+        if engine.topology.rank == 0 and root is not None:
+            left_out.write(Path(root), run_id, engine.course.left_out)
+    except OSError as error:
+        return CheckpointError(f"{Path(root) / left_out.NAME}: cannot be written: {error.strerror}")
+    return None
 
 
 def _initial_values(model: ModelConfig, seed: int, device: torch.device) -> Reader:
@@ -197,33 +234,40 @@ def _load(blocks: list[Block], checkpoint: Checkpoint) -> None:
             block.load(kind, read)
 
 
-def _resume_newest_good(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, group: Group) -> Restored:
+def _opened(path: Path, group: Group) -> Checkpoint:
+    """On every rank; an error of one is raised on all."""
+    error = None
+    try:
+        checkpoint = Checkpoint(path)
+    except CheckpointError as caught:
+        error = caught
+    raise_together(group, error)
+    return checkpoint
+
+
+def _resume_newest_good(
+    checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, group: Group, takes_older: bool
+) -> Restored:
     """Resume from this checkpoint, or where its bytes are damaged, and the user has named none, from the next older one
     that is good. The damaged one is set aside under another name: it would be in the way of the run's next save."""
+    engine.course.leave_out(_left_out(checkpoint, group))
     while True:
         try:
             return _resume(checkpoint, notes, engine, group)
         except CheckpointError as error:
-            if engine.config.checkpoint.resume != "auto":
+            if not takes_older:
                 raise
-            older = group.all_gather(_set_aside(checkpoint.path) if group.rank == 0 else None)[0]
+            older, further = group.all_gather(_set_aside(checkpoint.path) if group.rank == 0 else (None, ()))[0]
             if older is None:
                 raise
             aside = f"{checkpoint.path}{DAMAGED}"
-            notes = (*notes, f"passing over a damaged checkpoint: {error}; it is set aside as {aside}")
-            checkpoint = open_checkpoint(older)
+            notes = (*notes, f"passing over a damaged checkpoint: {error}; it is set aside as {aside}", *further)
+            checkpoint = _opened(older, group)
 
 
-def _set_aside(path: Path) -> Path | None:
-    """Rename a damaged checkpoint and return the newest older one; where there is none, leave it as it is."""
-    try:
-        step = next(step for step, directory in step_directories(path.parent) if directory == path)
-        if not any(other < step for other, _ in step_directories(path.parent)):
-            return None
-        path.rename(path.with_name(path.name + DAMAGED))
-        return newest_or_none(path.parent)
-    except (OSError, CheckpointError):
-        return None  # what was found first is the error to report
+def _set_aside(path: Path) -> tuple[Path | None, tuple[str, ...]]:
+    """Rename a damaged checkpoint; the newest whole one then, and which others are not."""
+    return _newest_whole(path.parent) if set_aside(path) else (None, ())
 
 
 def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, group: Group) -> Restored:
@@ -231,13 +275,13 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     _verify(checkpoint, engine.stage.sharded.blocks, KINDS, group, rank_state=same)
     _load(engine.stage.sharded.blocks, checkpoint)
     meta, optimizer = checkpoint.meta, engine.optimizer
-    engine.step, engine.consumed_samples = meta["step"], meta["consumed_samples"]
+    engine.step, engine.consumed_samples = meta["step"], engine.course.begin(meta["consumed_samples"])
     optimizer.adam.count.fill_(meta["optimizer_steps"])
     if optimizer.fp16 and meta["loss_scale"] is not None:
         optimizer.loss_scale.fill_(meta["loss_scale"])
         optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
-    if optimizer.bad_steps is not None and meta.get("bad_steps") is not None:
-        optimizer.bad_steps.load(meta["bad_steps"])
+    if optimizer.bad_steps is not None:
+        optimizer.bad_steps.load(meta.get("bad_steps") or NOTHING_SEEN)
     if same:
         set_rng_state(checkpoint.rank_state(engine.topology.rank), engine.device)
     directory = engine.config.checkpoint.dir
@@ -245,6 +289,22 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     how = "" if same else f", saved by another layout ({_spelled(meta['layout'])})"
     resumed = f"resumed step {engine.step} from {checkpoint.path}{how}"
     return Restored(meta["run_id"], own, (*notes, resumed, *_changed_order(meta, engine)))
+
+
+def _left_out(checkpoint: Checkpoint, group: Group) -> list[range]:
+    """What is on record for a run that goes on from this checkpoint, with it and beside it; as rank 0 reads it."""
+    found: list[range] = []
+    error: Exception | None = None
+    if group.rank == 0:
+        try:
+            found = left_out.decode(checkpoint.meta.get("left_out", []))
+            found += left_out.read(checkpoint.path.parent, checkpoint.meta["run_id"])
+        except CheckpointError as caught:
+            error = caught
+        except (ValueError, TypeError) as caught:
+            error = CheckpointError(f"{checkpoint.path}: left_out in its manifest is not as it was written: {caught}")
+    raise_together(group, error)
+    return group.all_gather(found)[0]
 
 
 def _changed_order(meta: dict[str, Any], engine: Engine) -> Iterator[str]:
@@ -278,13 +338,19 @@ class Saves:
         self._engine, self.step = engine, step
         self._writer: CheckpointWriter | None = None
         self._background: BackgroundSaver | None = None
+        self._verifier: Verifier | None = None
         if settings.dir is None:
             return
         group = group_of(engine)
         if settings.async_save:
             self._background = BackgroundSaver(engine.device)
             group = StoreGroup.beside(group, engine.config.train.timeout)
-        self._writer = CheckpointWriter(settings.dir, group, settings.keep, engine.step)
+        self._writer = CheckpointWriter(settings.dir, group, settings.keep, engine.step, settings.verify)
+        if settings.verify and engine.topology.rank == 0:
+            self._verifier = Verifier(self._writer)
+            resumed = step_directory(Path(settings.dir), step)
+            if step >= 0 and not (resumed / VERIFIED).exists():
+                self._verifier.add(resumed)
 
     @property
     def due(self) -> bool:
@@ -318,9 +384,13 @@ class Saves:
         return self._background is not None and self._background.failed
 
     def report(self) -> None:
-        """Say which save has ended since the last call."""
+        """Say which save has ended since the last call, and which checkpoint was read back."""
         if self._background is not None and (path := self._background.finished()) is not None:
             self._say(path)
+        for path, problem in self._verifier.outcomes() if self._verifier is not None else ():
+            step = _step_of(path)
+            text = f"passing over a damaged checkpoint: {problem}" if problem else f"verified step {step}"
+            self._engine.telemetry.event("damaged" if problem else "verified", step, text, path=str(path))
 
     def wait(self) -> None:
         """Return when no save is under way. Raises CheckpointError on every rank where one has failed."""
@@ -328,9 +398,21 @@ class Saves:
             self._background.wait()
             self.report()
 
+    def close(self, gives_up: Callable[[], bool]) -> None:
+        """No save follows. Waits until the last checkpoint is read back, or ``gives_up`` says not to."""
+        if self._verifier is not None:
+            self._verifier.close(gives_up)
+            self.report()
+
     def _say(self, path: Path) -> None:
-        step = int(path.name.removeprefix("step_"))
+        step = _step_of(path)
         self._engine.telemetry.event("save", step, f"saved step {step} in {path.parent}", path=str(path))
+        if self._verifier is not None:
+            self._verifier.add(path)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _meta(engine: Engine) -> dict[str, Any]:
@@ -341,6 +423,7 @@ def _meta(engine: Engine) -> dict[str, Any]:
         "layout": _layout(engine),
         "step": engine.step,
         "consumed_samples": engine.consumed_samples,
+        "left_out": left_out.encode(engine.course.left_out),
         "optimizer_steps": int(optimizer.adam.count),
         "loss_scale": float(optimizer.loss_scale) if optimizer.fp16 else None,
         "loss_scale_good_steps": int(optimizer.good_steps) if optimizer.fp16 else None,

@@ -1,6 +1,7 @@
 """Where checkpoints are: directory names under a root, and the newest whole one.
 
 root/step_00000100             a whole checkpoint, committed by a rename
+root/step_00000100/verified    every byte of it was once read back from the disk, and was right
 root/step_00000100.replaced    the former checkpoint of that step, for the instant its successor takes its name
 root/step_00000100.damaged     one whose bytes were found damaged by a run that went on from an older one
 root/.step_00000200.saving     a save under way, or the rest of one cut off
@@ -20,6 +21,7 @@ from megazero.checkpoint import manifest
 from megazero.errors import CheckpointError
 
 REPLACED, SAVING, REMOVING, DAMAGED = ".replaced", ".saving", ".removing", ".damaged"
+VERIFIED = "verified"
 _STEP = re.compile(r"step_(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"\..+\.(saving|removing)")
 LATEST = "latest"
@@ -144,6 +146,27 @@ def newest_or_none(root: str | os.PathLike[str]) -> Path | None:
     if problems:
         raise CheckpointError(f"{root}: no whole checkpoint. " + "; ".join(problems))
     return None
+
+
+def set_aside(path: Path) -> bool:
+    """Rename a damaged checkpoint, so that it is in nobody's way. Where there is no other whole one, or it cannot be
+    renamed, it stays as it is: a run that is started again is to stop there, and not to begin anew."""
+    try:
+        if not any(other != path and is_whole(other) for _, other in step_directories(path.parent)):
+            return False
+        path.rename(path.with_name(path.name + DAMAGED))
+    except OSError:
+        return False
+    return True
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether ``read_whole`` finds nothing wrong."""
+    try:
+        read_whole(directory)
+    except CheckpointError:
+        return False
+    return True
 
 
 def newest(path: str | os.PathLike[str]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,9 @@ class Checkpoint:
     thread make ``Checkpoint(path, contents)``: never half of this save and half of one that has replaced it.
     """
 
-    def __init__(self, directory: Path, contents: manifest.Manifest | None = None) -> None:
-        self.path = directory
+    def __init__(self, directory: Path, contents: manifest.Manifest | None = None, past_cache: bool = False) -> None:
+        """``past_cache``: what the kernel has of its files in memory is forgotten, before they are read and after."""
+        self.path, self._past_cache = directory, past_cache
         self.contents = contents = contents or locate.read_whole(directory)
         self.step: int = contents.step
         self.meta: dict[str, Any] = contents.meta
@@ -132,11 +133,20 @@ class Checkpoint:
                 for chunk, _ in self._sources(kind, name, box):
                     self._check(chunk)
             return
+        for _ in self.verified_pieces():
+            pass
+
+    def verified_pieces(self) -> Iterator[None]:
+        """Checks every byte there is, piece by piece; raises as ``verify`` does."""
         for rank, file in enumerate(self._ranks):
             self._descriptor(file.name)
             for chunk in file.chunks:
                 self._check(chunk)
+                self._last = None
+                yield
             self.rank_state(rank)
+            self._forget(file.name)
+            yield
 
     def check_matches(self, parameters: Shapes) -> None:
         """CheckpointError unless the checkpoint's parameters are exactly these (global name → global shape)."""
@@ -239,6 +249,7 @@ class Checkpoint:
             file = self._files[name]
             try:
                 self._open[name] = os.open(self.path / name, os.O_RDONLY)
+                self._forget(name)
                 header = os.pread(self._open[name], file.header_size, 0)
             except OSError as error:
                 if isinstance(error, PermissionError):
@@ -248,6 +259,10 @@ class Checkpoint:
                 os.close(self._open.pop(name))
                 raise CheckpointError(self._damage(name, "the checksum of its safetensors header does not match"))
         return self._open[name]
+
+    def _forget(self, name: str) -> None:
+        if self._past_cache:
+            os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _damage(self, file: str, what: str) -> str:
         if not self.path.exists():

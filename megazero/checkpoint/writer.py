@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,8 @@ AnyChunk = ChunkData | tuple[str, str, Rectangle, Sequence[int], torch.Tensor]
 class CheckpointWriter:
     """Saves one run's checkpoints under ``root``; made and called by every rank of ``group`` together.
 
-    ``keep``: how many of the newest to keep, 0 for all. ``start_step``: the step this run starts from, that of
+    ``keep``: how many of the newest to keep, 0 for all; ``verifies``: whether ``is_good`` is called for those that
+    were read back, by any thread of rank 0. ``start_step``: the step this run starts from, that of
     the checkpoint it resumed, or 0. Creating one leaves nothing on the disk. Raises CheckpointError where nothing can
     be written at the root, or it holds whole checkpoints of later steps: they are of another run, and a later resume
     would pick them.
@@ -68,10 +70,16 @@ class CheckpointWriter:
     """What the user calls ``root``."""
 
     def __init__(
-        self, root: str | os.PathLike[str], group: Group | None = None, keep: int = 0, start_step: int = 0
+        self,
+        root: str | os.PathLike[str],
+        group: Group | None = None,
+        keep: int = 0,
+        start_step: int = 0,
+        verifies: bool = False,
     ) -> None:
         assert keep >= 0
         self.root, self.group, self.keep = Path(root), group or OneProcess(), keep
+        self._verifies, self._one_at_a_time = verifies, threading.Lock()
         self._known: set[int] = set()
         with self._together(first_only=True) as active:
             if active:
@@ -84,7 +92,7 @@ class CheckpointWriter:
         found = locate.step_directories(self.root) if self.root.exists() else []
         self._known.update(step for step, _ in found)
         for step, directory in reversed(found):
-            if step > start_step and _is_whole(directory):
+            if step > start_step and locate.is_whole(directory):
                 raise CheckpointError(
                     f"{self.root}: holds step {step} of another run; this one starts from step {start_step}. "
                     f"Resume that run (checkpoint.resume auto), or choose another checkpoint.dir, or remove {directory}"
@@ -151,7 +159,8 @@ class CheckpointWriter:
     def _committed(self, target: Path, step: int) -> None:
         """Rank 0: what follows once the checkpoint is whole."""
         self._known.add(step)
-        self._retain(step)
+        if not self._verifies:
+            self._retain()
 
     @contextlib.contextmanager
     def _together(self, first_only: bool = False) -> Iterator[bool]:
@@ -179,7 +188,8 @@ class CheckpointWriter:
                 raise CheckpointError(f"{shared} ({found} has appeared since this run started)")
             if locked:
                 # Whoever made them held the lock; it is ours, so they are dead.
-                self._clear_leftovers()
+                with self._one_at_a_time:
+                    self._clear_leftovers()
             elif saving.exists():
                 _discard(saving)
             os.mkdir(saving)
@@ -208,19 +218,32 @@ class CheckpointWriter:
         files.write_file(saving / manifest.NAME, manifest.encode(contents))
         files.sync_directory(saving)
         replaced = target.with_name(target.name + locate.REPLACED)
-        if target.exists():
-            os.rename(target, replaced)
-        os.rename(saving, target)
-        files.sync_directory(self.root)
-        if replaced.exists():
-            self._remove(replaced)
+        with self._one_at_a_time:
+            if target.exists():
+                os.rename(target, replaced)
+            os.rename(saving, target)
+            files.sync_directory(self.root)
+            if replaced.exists():
+                self._remove(replaced)
 
-    def _retain(self, step: int) -> None:
-        """Rank 0: deletes all but the newest ``keep`` whole checkpoints up to this step."""
-        if self.keep:
-            older = [path for other, path in locate.step_directories(self.root) if other < step and _is_whole(path)]
-            for path in older[: max(0, len(older) - self.keep + 1)]:
-                self._remove(path)
+    def is_good(self, path: Path) -> None:
+        """Rank 0: a checkpoint was verified. Marks it, and deletes what need not stay any longer. Raises OSError."""
+        with self._one_at_a_time:
+            if not (path / locate.VERIFIED).exists():
+                files.write_file(path / locate.VERIFIED, b"")
+            self._retain()
+
+    def _retain(self) -> None:
+        """Rank 0: deletes all but the newest ``keep`` whole checkpoints. Where they are verified those newer than the
+        last good one are not counted, so that it stays as long as nothing newer is known to be good."""
+        if not self.keep:
+            return
+        there = [path for _, path in locate.step_directories(self.root) if locate.is_whole(path)]
+        if self._verifies:
+            while there and not (there[-1] / locate.VERIFIED).exists():
+                there.pop()
+        for path in there[: -self.keep]:
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         # Renamed first, so that one half deleted is never taken for a checkpoint.
@@ -243,14 +266,6 @@ def _warned(path: Path) -> Iterator[None]:
 def _discard(path: Path) -> None:
     with _warned(path):
         files.remove_tree(path)
-
-
-def _is_whole(directory: Path) -> bool:
-    try:
-        locate.read_whole(directory)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _explain(error: OSError, root: Path, setting: str) -> str:

@@ -35,7 +35,7 @@ from megazero.foreign.optimizer_state import (
 from megazero.foreign.plain_values import check_json, decode, encode
 from megazero.resilience.signals import LateFlags
 from megazero.sharding import Rectangle
-from megazero.zero.block import Block, Reader, State
+from megazero.zero.block import Block, Reader
 
 if TYPE_CHECKING:
     from megazero.foreign.engine import ZeroEngine
@@ -306,11 +306,7 @@ class EngineCheckpoints:
     @torch.no_grad()
     def _load_module(self, checkpoint: Checkpoint, first: Mapping[str, torch.Tensor]) -> None:
         sharded = self._engine.sharded
-        sharded.forget_gradients()
-        for block in sharded.blocks:
-            if block.state is State.GATHERING:  # into the memory that is to be written
-                block.use()
-        sharded.release_all()
+        sharded.rest()
         for block in sharded.blocks:
             block.load("weight", _reader(checkpoint, block))
         sharded.gather()

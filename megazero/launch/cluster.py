@@ -126,8 +126,8 @@ class Cluster:
         verdict, printed = None, []
         for line in process.stderr:
             if line.startswith(VERDICT):
-                code, message, cause, stopped = json.loads(line.removeprefix(VERDICT))
-                verdict = Verdict(code, message, Cause(cause), stopped)
+                code, message, cause, *rest = json.loads(line.removeprefix(VERDICT))
+                verdict = Verdict(code, message, Cause(cause), *rest)
             else:
                 printed.append(line.strip())
                 del printed[_FEW_LINES:]

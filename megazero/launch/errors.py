@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError, MegazeroError, WorldSizeError
 
 CRASHED, USER_ERROR, STUCK = 1, 2, 3
 """Exit codes: an exception; what is the user's to mend; the watchdog's end. After the second a new start is no use."""
@@ -72,7 +72,7 @@ def end_process(summary: str, text: str, shown: bool, then: Callable[[], object]
         if shown:
             with suppress(OSError):
                 (Path(place).parent.parent / "first_failure").touch()
-        _write_error_file(Path(place), text, summary, STUCK, first=shown)
+        _write_error_file(Path(place), text, summary, STUCK, first=shown, misfits=False)
     if shown:
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
@@ -93,7 +93,7 @@ def _report(error: BaseException, text: str, summary: str, code: int) -> None:
         first = os.environ.get("RANK", "0") == "0" or not isinstance(error, ConfigError)
     else:
         first = _is_first(error, Path(place).parent.parent)
-        _write_error_file(Path(place), text, summary, code, first)
+        _write_error_file(Path(place), text, summary, code, first, isinstance(error, WorldSizeError))
     if first:
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
@@ -130,14 +130,14 @@ def _told_to_end(marker: Path) -> bool:
     return False
 
 
-def _write_error_file(place: Path, text: str, summary: str, code: int, first: bool) -> None:
+def _write_error_file(place: Path, text: str, summary: str, code: int, first: bool, misfits: bool) -> None:
     """The elastic agent's format (``message``), so that torchrun shows it, and what our launcher reads beside it."""
     content = {
         "message": {
             "message": summary,
             "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         },
-        "megazero": {"summary": summary, "code": code, "first": first},
+        "megazero": {"summary": summary, "code": code, "first": first, "misfits": misfits},
     }
     with suppress(OSError):  # the launcher may be gone, and its directory with it
         place.write_text(json.dumps(content))

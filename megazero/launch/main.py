@@ -13,15 +13,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megazero.errors import LaunchError
 from megazero.integrations import hook
+from megazero.launch import fewer
 from megazero.launch.agent import Part, run_part
 from megazero.launch.cluster import SIGNALS, Cluster, meeting_address
 from megazero.launch.devices import chosen_devices
 from megazero.launch.errors import USER_ERROR
 from megazero.launch.exported import default_places, exported
+from megazero.launch.hosts import Host
 from megazero.launch.node import interface_to
 from megazero.launch.places import PORT, cluster_hosts, own_place
 from megazero.launch.verdict import Verdict
@@ -46,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="N", help="start again after a failure, N times in a row"
+    )
+    parser.add_argument(
+        "--min_nodes",
+        type=int,
+        metavar="N",
+        help="start again on the machines that are left, N or more: dp shrinks, the global batch does not",
     )
     parser.add_argument("--env", action="append", metavar="NAME=VALUE", help="a variable for every rank (repeatable)")
     parser.add_argument(
@@ -99,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         _say(str(error))
         return USER_ERROR
+    except KeyboardInterrupt:  # between two starts: whatever waits for a job's end has handlers of its own
+        verdict = Verdict(128 + signal.SIGINT, "stopped by SIGINT", stopped=True)
     if verdict.message:
         _say(verdict.message)
     return verdict.code
@@ -143,11 +154,22 @@ def _starter(arguments: argparse.Namespace, command: list[str]) -> Callable[[int
 
     hosts, reach = cluster_hosts(arguments)
     variables = exported(os.environ, arguments.env or (), default_places())
+    _check_min_nodes(arguments, len(hosts))
     if hosts:
-        meeting = arguments.master_addr or meeting_address(hosts), arguments.master_port or PORT
-        return lambda start: Cluster(
-            hosts, reach, command, {**variables, "MEGAZERO_RESTARTS": str(start)}, meeting, logs(start)
-        ).run()
+
+        def on(start: int, chosen: Sequence[Host]) -> Verdict:
+            # An address that was given is of the first machine, which may be the one that is gone.
+            given = arguments.master_addr if chosen[0] == hosts[0] else None
+            meeting = given or meeting_address(chosen), arguments.master_port or PORT
+            environment = {**variables, "MEGAZERO_RESTARTS": str(start)}
+            return Cluster(chosen, reach, command, environment, meeting, logs(start)).run()
+
+        def there(start: int) -> Verdict:
+            if not start or not arguments.min_nodes:
+                return on(start, hosts)
+            return fewer.restart(hosts, arguments.min_nodes, fewer.answering(reach), partial(on, start), _say)
+
+        return there
     os.environ.update(variables)
     part = _part(arguments)
 
@@ -156,6 +178,21 @@ def _starter(arguments: argparse.Namespace, command: list[str]) -> Callable[[int
             return run_part(part._replace(logs=logs(start)), command, directory)
 
     return here
+
+
+def _check_min_nodes(arguments: argparse.Namespace, machines: int) -> None:
+    least = arguments.min_nodes
+    if least is None:
+        return
+    if not machines:
+        raise LaunchError(
+            "--min_nodes: this launcher starts the processes of one machine and knows of no others; give --hostfile, "
+            "or start it once inside a Slurm allocation, without srun"
+        )
+    if not 1 <= least <= machines:
+        raise LaunchError(f"--min_nodes {least}: there are {machines} machines; expected 1 to {machines}")
+    if not arguments.restarts:
+        raise LaunchError("--min_nodes is of restarts, and there are none; give --restarts N as well")
 
 
 def _part(arguments: argparse.Namespace) -> Part:

@@ -29,12 +29,14 @@ class Cause(IntEnum):
 
 
 class Verdict(NamedTuple):
-    """``message``: the job's last line, "" where there is nothing to say. ``stopped``: by a signal to the launcher."""
+    """``message``: the job's last line, "" where there is nothing to say. ``stopped``: by a signal to the launcher.
+    ``misfits``: the job cannot run on so many processes, and may on fewer."""
 
     code: int
     message: str = ""
     cause: Cause = Cause.NONE
     stopped: bool = False
+    misfits: bool = False
 
     @property
     def may_be_restarted(self) -> bool:
@@ -55,7 +57,8 @@ def of_machines(verdicts: Iterable[Verdict]) -> Verdict:
 def _of_failure(rank: int, failure: ProcessFailure) -> Verdict:
     record = failure.error_file_data.get("megazero", {})
     if record.get("first"):
-        return Verdict(record["code"], f"rank {rank} failed: {record['summary']}", Cause.SAID)
+        message, misfits = f"rank {rank} failed: {record['summary']}", record.get("misfits", False)
+        return Verdict(record["code"], message, Cause.SAID, misfits=misfits)
     if failure.exitcode < 0:
         cause = Cause.TERMINATED if failure.exitcode == -signal.SIGTERM else Cause.KILLED
         message = f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}"

@@ -176,7 +176,7 @@ class _Searching:
         What does not fit does not fit with larger micro-batches either, and is not asked again. But where they become
         so few that no forward follows a backward, activations and whole gradients are no longer there together: that
         may save what a choice lacks, if it is no more than its gradients."""
-        samples = self.base.train.global_batch_size // shape.dp
+        samples = self.base.train.batch_unit // shape.dp
         stages = [stage for stage in (1, 2, 3) if stage >= self.least] if shape.dp > 1 or self.least else [0]
         too_much: dict[tuple[str, int], bool] = {}  # what does not fit: whether it lacks no more than that
         for micro_batch in (size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0):
@@ -186,7 +186,7 @@ class _Searching:
                     if zero >= lowest:
                         break
                     choice = shape._replace(zero=zero, micro_batch=micro_batch, recompute=recompute)
-                    few = samples // micro_batch <= 2 * shape.pp
+                    few = self.base.train.global_batch_size // (shape.dp * micro_batch) <= 2 * shape.pp
                     if not too_much.get((recompute, zero), True) or ((recompute, zero) in too_much and not few):
                         continue
                     lacks = self._lacks(choice)

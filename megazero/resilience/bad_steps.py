@@ -17,6 +17,11 @@ IN_A_ROW = 10
 """Skipped steps after which skipping has not helped: the run stops."""
 
 
+NOTHING_SEEN: Sequence[float | None] = (0, 0, 0, 0, 0, 0, None)
+"""Mean and variance of the loss, good steps, bad steps in a row, all that were skipped, the last of them, and the loss
+of the spike that stopped the run."""
+
+
 class BadSteps:
     """Judges every step. ``skips``: a bad step is not applied, and the run goes on; else it stops the run.
 
@@ -25,11 +30,8 @@ class BadSteps:
 
     def __init__(self, skips: bool, spike: float, device: torch.device) -> None:
         self._skips, self._spike = skips, spike
-        # Mean and variance of the loss, good steps, bad steps in a row, all that were skipped, the last of them, and
-        # the loss of the spike that stopped the run: nan for none.
-        self._numbers = torch.zeros(7, dtype=torch.float64, device=device)
-        self._numbers[6] = torch.nan
-        self._reported = 0
+        self._device = device
+        self.load(NOTHING_SEEN)
 
     def judge(
         self, step: int, loss: torch.Tensor, bad: torch.Tensor, fatal: torch.Tensor
@@ -81,5 +83,5 @@ class BadSteps:
 
     def load(self, state: Sequence[float | None]) -> None:
         values = [torch.nan if number is None else number for number in state]
-        self._numbers = torch.tensor(values, dtype=torch.float64, device=self._numbers.device)
+        self._numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
         self._reported = int(self._numbers[4])

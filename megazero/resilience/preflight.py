@@ -1,4 +1,5 @@
-"""What is looked at before any weight is made: that all ranks run the same thing, and that the links between them work.
+"""What is looked at before any weight is made: that all ranks run the same thing on the same files, and that the links
+between them work.
 
 A few numbers are compared by one reduction, whatever the number of ranks; names are gathered only where something is
 wrong. Links are measured where the job has several machines.
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from megazero.config import Config
 from megazero.errors import LaunchError
+from megazero.resilience import paths
 from megazero.topology import Topology
 
 _LINK_BYTES = 16 * 2**20
@@ -29,11 +31,15 @@ _SLOW = 2.0
 _INFINIBAND, _NETWORKS = Path("/sys/class/infiniband"), Path("/sys/class/net")
 
 
-def preflight(config: Config, topology: Topology) -> list[str]:
-    """What the user should know, in lines. Raises LaunchError, the same on every rank, where ranks are not alike or a
-    machine lacks the interface that NCCL or gloo is told to use. Every rank calls it."""
+def preflight(config: Config, topology: Topology, step: int = 0) -> list[str]:
+    """What the user should know, in lines. Raises LaunchError, the same on every rank, where ranks are not alike, a
+    machine lacks the interface that NCCL or gloo is told to use, or paths are not what a run from ``step`` on needs.
+    Every rank calls it."""
     if topology.layout.world_size == 1:
-        return []
+        problem, warning = paths.room(config, step)
+        if problem:
+            raise LaunchError(f"rank 0 on {socket.gethostname()}: {problem}")
+        return [warning] if warning else []
     problem = missing_interface(os.environ, _NETWORKS)
     facts = {
         "problem": problem or "",
@@ -44,12 +50,32 @@ def preflight(config: Config, topology: Topology) -> list[str]:
         "the device": _device(topology.device),
     }
     _check_alike(facts, topology)
-    messages = [warning] if (warning := disabled_infiniband(os.environ, _INFINIBAND)) else []
+    warnings = (_check_paths(config, topology, step), disabled_infiniband(os.environ, _INFINIBAND))
+    messages = [warning for warning in warnings if warning]
     if topology.device.type == "cuda" and dist.get_backend() == "nccl":
         messages.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, {_device(topology.device)}")
     if not _equal({"host": socket.gethostname()}, topology)[0]:
         messages += _links(topology)
     return messages
+
+
+def _check_paths(config: Config, topology: Topology, step: int) -> str:
+    """A warning, "" for none."""
+    place, problem, warning = config.checkpoint.dir, "", ""
+    probe = paths.write_probe(place, topology) if place is not None else None
+    try:
+        if place is not None and probe is not None:
+            problem = paths.local_problem(place, probe) or paths.writable_problem(place)
+        if not problem:
+            problem, warning = paths.room(config, step)
+    except OSError as error:
+        problem = f"checkpoint.dir = {place}: {error}"
+    try:
+        _check_alike({"problem": problem, **paths.data_facts(config)}, topology)
+    finally:
+        if probe is not None:
+            paths.remove_probe(probe, topology)
+    return warning
 
 
 def _check_alike(facts: Mapping[str, str], topology: Topology) -> None:

@@ -1,4 +1,5 @@
-"""What happens to a run beside its steps, one JSON object a line: starts, saves, skipped updates, slow ranks."""
+"""What happens to a run beside its steps, one JSON object a line: starts, saves, skipped updates, roll-backs, slow
+ranks."""
 
 from __future__ import annotations
 

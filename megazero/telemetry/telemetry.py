@@ -55,11 +55,11 @@ class Telemetry:
             flops_per_token(model_config, config.data.seq_length),
             layout.world_size,
             device_peak_flops(device, "bf16" if config.train.precision == "auto" else config.train.precision),
-            step,
         )
         self._console: Console | None = None
         self._events = EventLog(Path(config.log.events)) if config.log.events and rank == 0 else None
         self._sinks: list[Sink] = []
+        self._start: Callable[[Sink, int], None]
         if rank == 0:
             self._start_sinks(config, model_config, layout, step)
 
@@ -76,11 +76,17 @@ class Telemetry:
         described["model"] = model_config.model_dump(mode="json")
         axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero_stage": config.zero.stage}
         commit = running_commit()
-        for sink in sinks:
-            if self._attempt(sink, partial(sink.start, described, axes, commit, self.run_id, step)):
-                self._sinks.append(sink)
+        self._start = lambda sink, after: sink.start(described, axes, commit, self.run_id, after)
+        self._sinks = [sink for sink in sinks if self._attempt(sink, partial(self._start, sink, step))]
         # The bar last: what the others have to say comes before it.
-        self._console.start(described, axes, commit, self.run_id, step)
+        self._start(self._console, step)
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after an earlier step: every series does, as if it were resumed."""
+        self._throughput.restart()
+        for sink in self._sinks:
+            self._attempt(sink, sink.close)
+        self._sinks = [sink for sink in self._sinks if self._attempt(sink, partial(self._start, sink, step))]
 
     def log_step(
         self,
@@ -90,10 +96,12 @@ class Telemetry:
         lr: float,
         consumed_samples: int,
         tokens: int,
-        extra: Mapping[str, float | int | None] | None = None,
+        extra: Mapping[str, float | int | None] | None,
+        tokens_left: int,
     ) -> None:
-        """A logging step. ``tokens``: of all global batches since the last call; ``extra``: more numbers by name."""
-        rates = self._throughput.window(step, tokens)
+        """A logging step. ``tokens``: of all global batches since the last call; ``extra``: more numbers by name;
+        ``tokens_left``: of those that are still to come."""
+        rates = self._throughput.window(tokens)
         metrics: dict[str, float | int | None] = {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -108,7 +116,7 @@ class Telemetry:
         }
         self._log(step, metrics)
         if self._console is not None:
-            self._console.log(step, {**metrics, "time_left_s": (self._steps - step) * rates.seconds_per_step})
+            self._console.log(step, {**metrics, "time_left_s": tokens_left / rates.tokens_per_second})
 
     def log_eval(self, step: int, valid_loss: float) -> None:
         """An evaluation after ``step``; ``valid_loss`` is the mean over tokens, in nats."""

@@ -15,7 +15,6 @@ class Rates:
     tokens_per_second: float
     tflops_per_gpu: float
     mfu: float | None
-    seconds_per_step: float
     elapsed_s: float
 
 
@@ -32,13 +31,11 @@ class Throughput:
         flops_per_token: float,
         world_size: int,
         peak_flops: float | None,
-        step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._flops_per_token, self._world_size, self._peak = flops_per_token, world_size, peak_flops
         self._clock = clock
         self._begin = self._window_begin = clock()
-        self._window_step = step
         self._paused_s = 0.0
 
     @contextmanager
@@ -50,17 +47,19 @@ class Throughput:
         finally:
             self._paused_s += self._clock() - begin
 
-    def window(self, step: int, tokens: int) -> Rates:
-        """Close the window that ends with ``step``; ``tokens`` of all its global batches together."""
+    def restart(self) -> None:
+        """Begin a window; what was going on since the last one is in none."""
+        self._window_begin, self._paused_s = self._clock(), 0.0
+
+    def window(self, tokens: int) -> Rates:
+        """Close the window that ends here; ``tokens`` of all its global batches together."""
         now = self._clock()
         seconds = max(now - self._window_begin - self._paused_s, 1e-9)
-        steps = max(step - self._window_step, 1)
-        self._window_begin, self._window_step, self._paused_s = now, step, 0.0
+        self._window_begin, self._paused_s = now, 0.0
         flops = tokens * self._flops_per_token / seconds / self._world_size
         return Rates(
             tokens_per_second=tokens / seconds,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / self._peak if self._peak else None,
-            seconds_per_step=seconds / steps,
             elapsed_s=now - self._begin,
         )

@@ -31,8 +31,12 @@ class ActionTrace:
     def __init__(self, path: Path, device: torch.device, last_step: int) -> None:
         self._path, self._device = path, device
         self._marks: list[tuple[Action, _Mark, _Mark]] = []
-        if path.exists():
-            keep_until(path, last_step)
+        self.go_back(last_step)
+
+    def go_back(self, last_step: int) -> None:
+        """Drop what is there of later steps."""
+        if self._path.exists():
+            keep_until(self._path, last_step)
 
     @contextmanager
     def __call__(self, action: Action) -> Iterator[None]:
@@ -97,6 +101,11 @@ class StepRecorder:
         self._trace: ActionTrace | None = None
         if directory is not None and coordinates["tp"] == coordinates["dp"] == 0:
             self._trace = ActionTrace(Path(directory) / FILE.format(coordinates["pp"]), device, last_step)
+
+    def go_back(self, last_step: int) -> None:
+        """The run goes on after an earlier step."""
+        if self._trace is not None:
+            self._trace.go_back(last_step)
 
     @contextmanager
     def step(self, step: int, wanted: bool) -> Iterator[None]:

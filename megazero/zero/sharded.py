@@ -462,6 +462,14 @@ class ShardedModel:
         """Gradients that no step has used are as if they had not been."""
         self.reduction.forget()
 
+    def rest(self) -> None:
+        """Before parameters are loaded into a running model: no gradient is left, and nothing is under way."""
+        self.forget_gradients()
+        for block in self.blocks:
+            if block.state is State.GATHERING:  # into the memory that is to be written
+                block.use()
+        self.release_all()
+
     def finish_gradients(self) -> None:
         """The step's gradients are whole from here on: all reductions done, over copies of the state too."""
         self.reduction.finish()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import methodcaller
 from typing import Any, NamedTuple
 from unittest import mock
@@ -246,10 +247,12 @@ def plain_loop(
     weights: Weights,
     steps: int | None = None,
     dtype: torch.dtype = torch.float64,
+    sizes: Sequence[int] | None = None,
 ) -> Outcome:
-    """The same run by one plain process: whole model, whole batch, torch.optim.AdamW, clip_grad_norm_."""
+    """The same run by one plain process: whole model, whole batch, torch.optim.AdamW, clip_grad_norm_. ``sizes``: of
+    each step's batch, where they are not all the same."""
     config = Config.from_dict(
-        merged(tree, {"parallel": {"tp": 1, "pp": 1, "partition": None, "sequence_parallel": False}})
+        merged(tree, {"parallel": {"tp": 1, "pp": 1, "virtual_pp": 1, "partition": None, "sequence_parallel": False}})
     )
     architecture, train, optimizer = config.model.architecture, config.train, config.optimizer
     model = GPT(architecture).to(dtype)
@@ -263,7 +266,8 @@ def plain_loop(
     adam = torch.optim.AdamW([g for g in groups if g["params"]], betas=optimizer.betas, eps=optimizer.eps)
     outcome = Outcome()
     for step in range(1, (train.steps if steps is None else steps) + 1):
-        batch = source.batch(torch.arange(train.global_batch_size) + (step - 1) * train.global_batch_size)
+        ends = list(accumulate(sizes or [train.global_batch_size] * step))
+        batch = source.batch(torch.arange(ends[step - 1])[ends[step - 2] if step > 1 else 0 :])
         loss = plain_loss(model, batch, config.train.seed)
         adam.zero_grad()
         loss.backward()

@@ -149,6 +149,7 @@ def test_no_stale_shard_is_read(corpus: Path, tmp_path: Path, cut: Path, capfd: 
     assert sorted(file.name for file in (directory / "step_00000008").iterdir()) == [
         "manifest.json",
         "rank_00000.safetensors",
+        "verified",
     ]
     assert not (directory / ".step_00000008.saving").exists()
     assert_weights_close(state(directory), state(cut))

@@ -41,7 +41,14 @@ def run(settings: Config, steps: range, run_id: str | None = None, rank: int = 0
     )
     for step in steps:
         telemetry.log_step(
-            step, loss=1 / step, grad_norm=step / 3, lr=1e-3 * step, consumed_samples=4 * step, tokens=32
+            step,
+            loss=1 / step,
+            grad_norm=step / 3,
+            lr=1e-3 * step,
+            consumed_samples=4 * step,
+            tokens=32,
+            extra=None,
+            tokens_left=32,
         )
         if step % 2 == 0:
             telemetry.log_eval(step, valid_loss=2 / 3 + step)

@@ -16,25 +16,25 @@ class Clock:
 
 def test_windows_are_separate_and_pauses_are_left_out():
     clock = Clock()
-    throughput = Throughput(flops_per_token=1e9, world_size=4, peak_flops=1e13, step=20, clock=clock)
+    throughput = Throughput(flops_per_token=1e9, world_size=4, peak_flops=1e13, clock=clock)
     clock.now += 2.0
-    first = throughput.window(step=22, tokens=4000)
-    assert (first.tokens_per_second, first.seconds_per_step, first.elapsed_s) == (2000.0, 1.0, 2.0)
+    first = throughput.window(tokens=4000)
+    assert (first.tokens_per_second, first.elapsed_s) == (2000.0, 2.0)
     assert first.tflops_per_gpu == pytest.approx(2000 * 1e9 / 4 / 1e12)
     assert first.mfu == pytest.approx(2000 * 1e9 / 4 / 1e13)
 
     clock.now += 1.0
     with throughput.paused():
         clock.now += 50.0
-    second = throughput.window(step=23, tokens=3000)
-    assert (second.tokens_per_second, second.seconds_per_step, second.elapsed_s) == (3000.0, 1.0, 53.0)
+    second = throughput.window(tokens=3000)
+    assert (second.tokens_per_second, second.elapsed_s) == (3000.0, 53.0)
 
     clock.now += 1.5
-    assert throughput.window(step=24, tokens=3000).tokens_per_second == 2000.0
+    assert throughput.window(tokens=3000).tokens_per_second == 2000.0
 
 
 def test_unknown_peak_gives_no_mfu():
     clock = Clock()
     throughput = Throughput(1e9, 1, None, clock=clock)
     clock.now += 1
-    assert throughput.window(1, 10).mfu is None
+    assert throughput.window(10).mfu is None

@@ -1,0 +1,129 @@
+"""Checkpoints read back in the background: what is good stays, what is damaged is named and set aside."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.checkpoint import CheckpointWriter, newest_or_none, verifier
+from megazero.checkpoint.locate import VERIFIED
+from megazero.checkpoint.verifier import Verifier
+from megazero.sharding import Rectangle
+from tests.engine.tiny import open_run, run_script, steps_in, tiny, write_corpus
+
+CHUNK = ("weight", "w", Rectangle((0,), (2000,)), (2000,), torch.ones(2000))
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier, "_PAUSE", 0.01)
+
+
+def flip(checkpoint: Path) -> None:
+    path = checkpoint / "rank_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(data)
+
+
+def read_back(writer: CheckpointWriter, *paths: Path) -> list[tuple[str, str]]:
+    """(name, problem) of what came of it."""
+    reader = Verifier(writer)
+    for path in paths:
+        reader.add(path)
+    reader.close(gives_up=lambda: False)
+    return [(path.name, problem) for path, problem in reader.outcomes()]
+
+
+def test_the_last_good_one_stays_until_a_newer_one_is_known_to_be_good(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1, verifies=True)
+    first = writer.save(1, [CHUNK])
+    assert read_back(writer, first) == [("step_00000001", "")] and (first / VERIFIED).exists()
+    second = writer.save(2, [CHUNK])
+    assert steps_in(tmp_path) == [1, 2]
+    flip(second)
+    (found,) = read_back(writer, second)
+    assert found[0] == "step_00000002" and "rank_00000.safetensors: damaged: the checksum of weight of w" in found[1]
+    assert f"It is set aside as {second}.damaged" in found[1] and newest_or_none(tmp_path) == first
+    third, fourth = writer.save(3, [CHUNK]), writer.save(4, [CHUNK])
+    assert newest_or_none(tmp_path) == fourth and first.exists()
+    read_back(writer, fourth)
+    assert not first.exists() and not third.exists() and newest_or_none(tmp_path) == fourth
+
+
+def test_those_newer_than_the_last_good_one_do_not_count(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=2, verifies=True)
+    paths = [writer.save(step, [CHUNK]) for step in range(1, 7)]
+    read_back(writer, paths[1])
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+    read_back(writer, paths[4])
+    assert steps_in(tmp_path) == [4, 5, 6]
+
+
+def test_the_only_one_stays_where_it_is_so_that_nobody_begins_anew(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, verifies=True)
+    path = writer.save(1, [CHUNK])
+    flip(path)
+    ((_, problem),) = read_back(writer, path)
+    assert problem.endswith("There is no other, so it stays where it is") and path.is_dir()
+
+
+def test_what_comes_from_a_disk_is_read_twice_before_it_is_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And past the page cache."""
+    writer = CheckpointWriter(tmp_path, verifies=True)
+    path, real, calls = writer.save(1, [CHUNK]), os.preadv, []
+    forgotten, advise = [], os.posix_fadvise
+
+    def preadv(*arguments) -> int:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *a: forgotten.append(a[1:]) or advise(*a))
+    assert read_back(writer, path) == [("step_00000001", "")] and len(calls) == 2
+    assert forgotten == [(0, 0, os.POSIX_FADV_DONTNEED)] * 3  # before each of the readings, and after the one
+
+
+def test_one_that_has_been_removed_or_was_not_finished_is_not_spoken_of(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, verifies=True)
+    assert read_back(writer, tmp_path / "step_00000007") == []
+    reader = Verifier(writer)
+    reader.close(gives_up=lambda: True)
+    reader.add(writer.save(1, [CHUNK]))
+    reader.close(gives_up=lambda: True)
+    assert reader.outcomes() == []
+
+
+def test_a_run_names_what_is_damaged_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of step 4 is damaged between its save and its reading; that of step 8 when the run has ended."""
+    add = Verifier.add
+
+    def damaging(self: Verifier, path: Path) -> None:
+        if path.name == "step_00000004":
+            flip(path)
+        add(self, path)
+        with self._changed:  # so that none is passed over for a newer one
+            self._changed.wait_for(lambda: not self._busy and self._waiting is None)
+
+    monkeypatch.setattr(Verifier, "add", damaging)
+    place = {"checkpoint.dir": tmp_path / "run", "checkpoint.save_interval": 2, "checkpoint.keep": 1}
+    settings = tiny(write_corpus(tmp_path), {"log.events": tmp_path / "events.jsonl", **place})
+    run_script(settings)
+    assert sorted(path.name for path in (tmp_path / "run").glob("step*")) == ["step_00000004.damaged", "step_00000008"]
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = [(line["event"], line["step"]) for line in lines if line["event"] in ("verified", "damaged")]
+    assert told == [("verified", 2), ("damaged", 4), ("verified", 6), ("verified", 8)]
+    assert "rank_00000.safetensors: damaged" in next(line["text"] for line in lines if line["event"] == "damaged")
+    (tmp_path / "run" / "step_00000008" / VERIFIED).unlink()
+    engine, _, _ = open_run(settings)  # a run that was killed before it had read that one back
+    with engine:
+        pass
+    assert (tmp_path / "run" / "step_00000008" / VERIFIED).exists()
