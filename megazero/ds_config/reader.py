@@ -251,6 +251,7 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
         wandb=section(WandbMonitor, "wandb"),
         csv_monitor=section(FileMonitor, "csv_monitor"),
         checkpoint=section(Checkpoint, "checkpoint"),
+        pipeline_activation_checkpoint_interval=reading.get("pipeline.activation_checkpoint_interval"),
         not_needed=tuple(reading.not_needed),
         deferred=tuple(deferred),
     )

@@ -149,5 +149,6 @@ class DsConfig:
     wandb: WandbMonitor
     csv_monitor: FileMonitor
     checkpoint: Checkpoint
+    pipeline_activation_checkpoint_interval: int
     not_needed: tuple[str, ...]
     deferred: tuple[str, ...]

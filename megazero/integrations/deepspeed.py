@@ -109,7 +109,7 @@ def init_distributed(
     import torch.distributed as dist
 
     from megazero.engine import device_of
-    from megazero.foreign.initialize import TIMEOUT
+    from megazero.foreign.start import TIMEOUT
     from megazero.launch.environment import process_environment
 
     if dist.is_initialized():
