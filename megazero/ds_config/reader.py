@@ -22,6 +22,7 @@ from megazero.ds_config.tree import (
     OffloadOptimizer,
     OffloadParam,
     OptimizerChoice,
+    Pipeline,
     Precision,
     SchedulerChoice,
     WandbMonitor,
@@ -251,7 +252,7 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
         wandb=section(WandbMonitor, "wandb"),
         csv_monitor=section(FileMonitor, "csv_monitor"),
         checkpoint=section(Checkpoint, "checkpoint"),
-        pipeline_activation_checkpoint_interval=reading.get("pipeline.activation_checkpoint_interval"),
+        pipeline=section(Pipeline, "pipeline"),
         not_needed=tuple(reading.not_needed),
         deferred=tuple(deferred),
     )

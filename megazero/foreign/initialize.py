@@ -19,9 +19,9 @@ from megazero.foreign.comms_log import CommsLog
 from megazero.foreign.data import make_loader
 from megazero.foreign.engine import ZeroEngine
 from megazero.foreign.optimizer import ShardOptimizer, parts_of
-from megazero.foreign.reports import Reports
 from megazero.foreign.pipe.engine import PipelineEngine
 from megazero.foreign.pipe.module import PipelineModule
+from megazero.foreign.reports import Reports
 from megazero.foreign.start import own_environment, start_topology, timeout_of
 from megazero.foreign.units import foreign_units
 from megazero.planner.memory import describe_host
@@ -34,6 +34,7 @@ from megazero.zero.homes import home_of, settle_model
 from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
 from megazero.zero.sharded import ShardedModel, ZeroSettings
 from megazero.zero.slices import Slice
+
 
 def initialize(
     args: Any = None,
@@ -69,10 +70,8 @@ def initialize(
     topology = _topology(model, topology)
     given = load_ds_config(_config_source(args, config, config_params))
     ds = read_ds_config(given, topology.layout.dp)
-    if isinstance(model, PipelineModule):
-        _check_trained(model, topology)
-        if ds.pipeline_activation_checkpoint_interval:
-            model.activation_checkpoint_interval = ds.pipeline_activation_checkpoint_interval
+    if isinstance(model, PipelineModule) and ds.pipeline.activation_checkpoint_interval:
+        model.activation_checkpoint_interval = ds.pipeline.activation_checkpoint_interval
     if ds.seed is not None:
         torch.manual_seed(ds.seed)
     groups = parameter_groups(model, optimizer, model_parameters)
@@ -108,15 +107,6 @@ def _topology(model: nn.Module, given: Topology | None) -> Topology:
     if own is not None and given not in (None, own):
         raise ConfigError.single("topology", "is another than the PipelineModule's; give it to that alone")
     return given or own or start_topology()
-
-
-def _check_trained(model: PipelineModule, topology: Topology) -> None:
-    """ConfigError where nothing is trained, on no stage."""
-    trained = torch.tensor(float(any(p.requires_grad for p in model.parameters())), device=topology.device)
-    if topology.world.size > 1:
-        topology.world.all_reduce([trained]).wait()
-    if not trained:
-        raise ConfigError.single("model", "has no parameter with requires_grad, so there is nothing to train")
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -146,6 +146,13 @@ def tp_model_init(*_: Any, **__: Any) -> None:
     )
 
 
+def PipeDataParallelTopology(num_pp: int, num_dp: int) -> Any:  # noqa: N802
+    """The topology of a PipelineModule."""
+    from megazero.layout import Layout
+
+    return Layout(pp=num_pp, dp=num_dp)
+
+
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
     """Log on these ranks; -1 or none given: on all."""
     rank = int(os.environ.get("RANK", "0"))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
 from torch import nn
 
 import megazero
@@ -23,21 +22,23 @@ class Embed(nn.Embedding):
     """Tokens (B, S) → (hidden states (B, S, H), positions (B, S) int64, a scale (B, 1, 1) that takes no gradient)."""
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return super().forward(tokens), positions, tokens.float().mean(1).view(-1, 1, 1) / 10
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return super().forward(tokens), positions, (tokens.float().mean(1).view(-1, 1, 1) / 10).to(self.weight.dtype)
 
 
 class Layer(nn.Module):
-    """Works in place on what it is given, and passes the rest on."""
+    """Works on the first tensor, in place if asked to, and passes the rest on."""
 
-    def __init__(self, inner: int) -> None:
+    def __init__(self, inner: int, in_place: bool = False) -> None:
         super().__init__()
+        self.in_place = in_place
         self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH, bias=False)
         self.register_buffer("scale", torch.tensor(0.5))
 
     def forward(self, x: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, positions, factor = x
-        return hidden.add_(self.down(torch.tanh(self.up(hidden * factor))) * self.scale), positions, factor
+        change = self.down(torch.tanh(self.up(hidden * factor))) * self.scale
+        return hidden.add_(change) if self.in_place else hidden + change, positions, factor
 
 
 class Position(nn.Module):
@@ -64,24 +65,34 @@ def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def layers() -> list[Any]:
-    """Tied at both ends, uneven, a frozen one, functions, one of two tensors."""
+def layers(in_place: bool = False) -> list[Any]:
+    """Tied at both ends, uneven, a frozen one, a function, the first ones of several tensors."""
     return [
         TiedLayerSpec("embed", Embed, VOCABULARY, WIDTH),
-        LayerSpec(Layer, 7),
-        LayerSpec(Layer, 4),
+        LayerSpec(Layer, 7, in_place),
+        LayerSpec(Layer, 4, in_place),
         LayerSpec(Position),
         frozen(),
-        LayerSpec(nn.ReLU, inplace=True),
+        LayerSpec(nn.ReLU, inplace=in_place),
         LayerSpec(nn.Linear, WIDTH, WIDTH),
         torch.tanh,
         TiedLayerSpec("embed", Embed, VOCABULARY, WIDTH, forward_fn=unembed),
     ]
 
 
+def in_place() -> list[Any]:
+    return layers(in_place=True)
+
+
 def frozen_first() -> list[Any]:
     """Nothing is trained on the first of two stages, and nothing has a parameter in the middle."""
-    return [frozen_embedding(), torch.tanh, LayerSpec(nn.Linear, WIDTH, 7), nn.ReLU(), LayerSpec(nn.Linear, 7, VOCABULARY)]
+    return [
+        frozen_embedding(),
+        torch.tanh,
+        LayerSpec(nn.Linear, WIDTH, 7),
+        nn.ReLU(),
+        LayerSpec(nn.Linear, 7, VOCABULARY),
+    ]
 
 
 def frozen_embedding() -> nn.Module:
@@ -201,7 +212,3 @@ def whole(engine: Any) -> Weights:
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.sharded.let_go(blocks)
     return weights
-
-
-def rank_of(group: Any = None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0

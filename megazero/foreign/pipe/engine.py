@@ -33,6 +33,10 @@ class PipelineEngine(ZeroEngine):
         self.stage = LayerStage(module, self.sharded, precision.dtype if precision.auto_cast else None)
         self._executor = Executor(self.stage, self._transfers())
         self._actions: dict[tuple[bool, int], list[Action]] = {}
+        trained = torch.tensor(float(bool(self.sharded.trained)), device=self.device)
+        if self.topology.world.size > 1:
+            self.topology.world.all_reduce([trained]).wait()
+        self._trains = bool(trained)
 
     def _transfers(self) -> AnnouncedTransfers | None:
         module, topology = self.module, self.topology
@@ -69,6 +73,8 @@ class PipelineEngine(ZeroEngine):
         """
         if self._destroyed:
             raise MegazeroError("train_batch: the engine was destroyed; make another of the module with initialize")
+        if not self._trains:
+            raise MegazeroError("train_batch: no layer has a parameter with requires_grad: there is nothing to train")
         count = self.ds_config.gradient_accumulation_steps
         micro_batches = self._read("train_batch", data_iter, count)
         self._check_no_stray_gradients()

@@ -210,7 +210,8 @@ def _topology(num_stages: int | None, topology: Topology | Layout | None) -> Top
     if made.layout != layout:
         size = made.layout.world_size
         raise ConfigError.single(
-            "topology", f"is of {layout.pp} stages x {layout.dp} data-parallel processes, and there are {size} processes"
+            "topology",
+            f"is of {layout.pp} stages x {layout.dp} data-parallel processes, and there are {size} processes",
         )
     return made
 

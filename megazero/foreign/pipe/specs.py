@@ -92,7 +92,9 @@ def _matches(layers: Sequence[Layer], expression: str) -> list[int]:
     found = [int(pattern.search(type_name(layer)) is not None) for layer in layers]
     if not any(found):
         names = ", ".join(dict.fromkeys(map(type_name, layers)))
-        raise ConfigError.single("partition_method", f"type:{expression} is found in no layer's class; there are {names}")
+        raise ConfigError.single(
+            "partition_method", f"type:{expression} is found in no layer's class; there are {names}"
+        )
     return found
 
 

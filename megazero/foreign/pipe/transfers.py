@@ -50,9 +50,7 @@ class AnnouncedTransfers(Transfers):
         self._heard: dict[bool, Any] = {}
         self._announced = self._awaited = 0
 
-    def issue(
-        self, peer: int, sends: Sequence[Bundle], receives: int, outputs: Sequence[Bundle] = ()
-    ) -> list[Receipt]:
+    def issue(self, peer: int, sends: Sequence[Bundle], receives: int, outputs: Sequence[Bundle] = ()) -> list[Receipt]:
         """As Transfers.issue. The shapes sent are announced before those to be received are waited for."""
         for bundle in sends if peer > self._own else ():
             self._announce(bundle)
