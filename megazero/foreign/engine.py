@@ -200,7 +200,8 @@ class ZeroEngine(WeightExport, nn.Module):
         self.shard_optimizer.step(torch.where(skip > 0, 1.0, factor), skip)
         self._edits.note()
         self.sharded.uses.clear()
-        self._last_norm = norm
+        if not overflow:  # of no use to whoever logs it: it is not finite, whatever the loss was
+            self._last_norm = norm
         self.global_steps += 1
         self.global_samples += self.ds_config.train_batch_size
         self.optimizer.overflow = overflow  # accelerate asks it whether the step was skipped
@@ -353,9 +354,10 @@ class ZeroEngine(WeightExport, nn.Module):
         return 1
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradient over all ranks, before clipping; None before the first step.
+        """The norm of the last step's gradient over all ranks, before clipping; None before the first step. A step that
+        float16's loss scale has skipped is none.
 
-        Raises DivergenceError where a gradient was not finite, which in float16 with a dynamic loss scale is no error.
+        Raises DivergenceError where a gradient was not finite otherwise.
         """
         if self._last_norm is None:
             return None

@@ -147,6 +147,7 @@ def test_loops_of_other_engines_name_train_batch() -> None:
             "layers 0 and 1 are tied as 'a', one of Linear and one of Embedding",
         ),
         ([nn.Linear(2, 2)], {"num_stages": None}, "num_stages: is not given"),
+        ([nn.Linear(2, 2)], {"activation_checkpoint_interval": -1}, "-1 is no number of layers"),
         ([nn.Linear(2, 2)], {"num_stages": 2}, "2 stages cannot share 1 processes"),
         ([nn.Linear(2, 2)], {"topology": Layout(pp=3), "num_stages": None}, "cannot share 1 processes"),
     ],

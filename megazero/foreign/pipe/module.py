@@ -61,6 +61,9 @@ class PipelineModule(nn.Module):
         super().__init__()
         layers = list(layers)
         _check(layers)
+        if activation_checkpoint_interval < 0:
+            told = f"{activation_checkpoint_interval} is no number of layers; use 0 for no recomputation"
+            raise ConfigError.single("activation_checkpoint_interval", told)
         self.topology = _topology(num_stages, topology)
         self.dynamic_shape = dynamic_shape
         self.activation_checkpoint_interval = activation_checkpoint_interval
