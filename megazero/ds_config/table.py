@@ -122,7 +122,7 @@ _ZERO = _section(
     _idle("offload_optimizer.fast_init", BOOLEAN, False, "files are made without being written"),
     _idle("offload_optimizer.super_offload", BOOLEAN, False, "copies and updates always overlap"),
     _idle("offload_optimizer.cpuadam_cores_perc", number(0, 1), 0.8, "a machine's processes share out all its cores"),
-    _used("offload_param.device", _TIER, "none", "where parameters cut by stage 3 are: none or cpu; without effect below"),
+    _used("offload_param.device", _TIER, "none", "where parameters that stage 3 cuts are; no effect below it"),
     _used("offload_param.pin_memory", BOOLEAN, True, "pinned host memory; DeepSpeed's default is false"),
     _idle("offload_param.nvme_path", TEXT, None, _FOR_PARAM_NVME),
     _idle("offload_param.buffer_count", _SIZE, 5, _FOR_PARAM_NVME),
