@@ -6,6 +6,7 @@ data-parallel copies of each. The embedding of the first stage is the last one's
 
 import argparse
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import megazero
-from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # from a checkout where megazero is not installed
 
-TEXT = Path(__file__).resolve().parents[1] / "data" / "austen" / "austen.jsonl"
+import megazero  # noqa: E402
+from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
+
+TEXT = ROOT / "data" / "austen" / "austen.jsonl"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 4,  # micro-batches that go through the stages in each step
