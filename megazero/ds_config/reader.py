@@ -22,6 +22,7 @@ from megazero.ds_config.tree import (
     OffloadOptimizer,
     OffloadParam,
     OptimizerChoice,
+    Pipeline,
     Precision,
     SchedulerChoice,
     WandbMonitor,
@@ -226,6 +227,8 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
         names = [part.name for part in fields(kind) if part.name not in more and f"{path}.{part.name}" in KEYS]
         return kind(**{name: reading.get(f"{path}.{name}") for name in names}, **more)
 
+    if _parameters_tier(reading) != _tier(reading, _PARAM, "cpu_offload_param"):
+        reading.not_needed.append(f"{_PARAM}.device")
     batches = dict(zip(sizes, settled))
     plain = {part.name for part in fields(DsConfig)} & KEYS.keys()
     deferred = [f"{path} = {_written(batches.get(path, default))}" for path, default in reading.autos.items()]
@@ -241,7 +244,7 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
                 moments="bf16" if reading.get(_MOMENTS) else "fp32",
                 masters="bf16" if reading.get(_MASTERS) else "fp32",
             ),
-            offload_param=section(OffloadParam, _PARAM, device=_tier(reading, _PARAM, "cpu_offload_param")),
+            offload_param=section(OffloadParam, _PARAM, device=_parameters_tier(reading)),
         ),
         precision=precision,
         optimizer=optimizer,
@@ -251,6 +254,7 @@ def _build(reading: _Reading, world_size: int) -> DsConfig:
         wandb=section(WandbMonitor, "wandb"),
         csv_monitor=section(FileMonitor, "csv_monitor"),
         checkpoint=section(Checkpoint, "checkpoint"),
+        pipeline=section(Pipeline, "pipeline"),
         not_needed=tuple(reading.not_needed),
         deferred=tuple(deferred),
     )
@@ -336,10 +340,15 @@ def _tier(reading: _Reading, path: str, older: str) -> str:
     return "cpu" if reading.get(f"zero_optimization.{older}") else reading.get(f"{path}.device")
 
 
+def _parameters_tier(reading: _Reading) -> str:
+    """Below stage 3 parameters are whole, and stay where they are: accelerate names a device whatever the stage."""
+    return _tier(reading, _PARAM, "cpu_offload_param") if reading.get("zero_optimization.stage") == 3 else "none"
+
+
 def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
     """Rules of what is kept off the device."""
     get, stage = reading.get, reading.get("zero_optimization.stage")
-    state, parameters = _tier(reading, _STATE, "cpu_offload"), _tier(reading, _PARAM, "cpu_offload_param")
+    state, parameters = _tier(reading, _STATE, "cpu_offload"), _parameters_tier(reading)
     if state != "none" and stage < 1:
         yield f"{_STATE}.device", f"{state} needs zero_optimization.stage 1, 2 or 3; on one process they cut nothing"
     if state == "nvme" and not get(f"{_STATE}.nvme_path"):
@@ -350,8 +359,6 @@ def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
     for path in (_MOMENTS, _MASTERS):
         if get(path) and (state == "none" or not get("bf16.enabled")):
             yield path, f"goes with {_STATE}.device cpu or nvme and bf16.enabled: on the device the state is float32"
-    if parameters != "none" and stage < 3:
-        yield f"{_PARAM}.device", f"{parameters} needs zero_optimization.stage 3, which alone cuts parameters"
     if parameters == "nvme":
         yield f"{_PARAM}.device", "nvme: megazero keeps parameters in host memory at the farthest; use cpu"
     if parameters != "none" and get("zero_optimization.zero_hpz_partition_size") > 1:

@@ -64,7 +64,7 @@ _COUNT, _SIZE, _ANY_NUMBER = integer(1), integer(0), number()
 _TIER = choice("none", "cpu", "nvme")
 _FOR_NVME = "files are read and written in whole pieces, by threads of their own"
 _FOR_PARAM_NVME = "belongs to parameters on NVMe"
-_PIPELINE = "megazero pipelines its own GPT: parallel.pp of pretrain/gpt.py"
+_IN_MODULE = "the PipelineModule says it"
 
 _BATCH = (
     _used("train_batch_size", _COUNT, None, "samples per step, over all processes and accumulation steps"),
@@ -122,7 +122,7 @@ _ZERO = _section(
     _idle("offload_optimizer.fast_init", BOOLEAN, False, "files are made without being written"),
     _idle("offload_optimizer.super_offload", BOOLEAN, False, "copies and updates always overlap"),
     _idle("offload_optimizer.cpuadam_cores_perc", number(0, 1), 0.8, "a machine's processes share out all its cores"),
-    _used("offload_param.device", _TIER, "none", "where parameters cut by stage 3 are: none or cpu"),
+    _used("offload_param.device", _TIER, "none", "where parameters that stage 3 cuts are; no effect below it"),
     _used("offload_param.pin_memory", BOOLEAN, True, "pinned host memory; DeepSpeed's default is false"),
     _idle("offload_param.nvme_path", TEXT, None, _FOR_PARAM_NVME),
     _idle("offload_param.buffer_count", _SIZE, 5, _FOR_PARAM_NVME),
@@ -301,7 +301,16 @@ _OTHER = (
     _idle("use_data_before_expert_parallelism", BOOLEAN, False, "no expert parallelism"),
     _lacks_section("tensor_parallel", "tensor parallelism of foreign models", switch="autotp_size"),
     _lacks_section("expert_parallel", "expert parallelism"),
-    _lacks_section("pipeline", _PIPELINE, switch=None),
+    *_section(
+        "pipeline",
+        _used("activation_checkpoint_interval", _SIZE, 0, "above 0: in place of the PipelineModule's"),
+        _idle("stages", ANYTHING, "auto", f"{_IN_MODULE}: `num_stages`"),
+        _idle("partition", TEXT, "best", f"{_IN_MODULE}: `partition_method`"),
+        _idle("seed_layers", BOOLEAN, False, f"{_IN_MODULE}: `seed_layers`"),
+        _idle("pipe_partitioned", BOOLEAN, True, "stages pass whole tensors"),
+        _idle("grad_partitioned", BOOLEAN, True, "stages pass whole tensors"),
+        _idle("use_reentrant", BOOLEAN, True, "recomputation is never reentrant"),
+    ),
     _lacks_section("autotuning", "autotuning"),
     _lacks_section("compile", "DeepCompile; torch.compile the model", switch="deepcompile"),
     _lacks_section("data_efficiency", "curriculum learning and token dropping"),

@@ -123,6 +123,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """``activation_checkpoint_interval``: 0 where the PipelineModule says it."""
+
+    activation_checkpoint_interval: int
+
+
+@dataclass(frozen=True)
 class DsConfig:
     """A whole ds_config, every "auto" settled.
 
@@ -149,5 +156,6 @@ class DsConfig:
     wandb: WandbMonitor
     csv_monitor: FileMonitor
     checkpoint: Checkpoint
+    pipeline: Pipeline
     not_needed: tuple[str, ...]
     deferred: tuple[str, ...]

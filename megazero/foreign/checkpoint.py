@@ -2,7 +2,8 @@
 
 meta of the manifest: ``engine`` (the stage that saved), ``counters``, ``optimizer``, ``lr_scheduler``, ``loss_scale``,
 ``excluded`` (frozen parameters that are not in it), ``tied`` (further names of shared parameters), ``client_state``.
-Rank 0's own state has the buffers. [Note: all or nothing] of megazero.restore holds here as well.
+Buffers are in rank 0's own state, those of a pipeline's
+stage in that of its first rank. [Note: all or nothing] of megazero.restore holds here as well.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from megazero.errors import CheckpointError, MegazeroError
 from megazero.foreign.optimizer_state import (
     check_optimizer,
     chunk_parts,
+    group_of,
+    joined_meta,
     load_optimizer,
     optimizer_boxes,
     optimizer_chunks,
@@ -33,8 +36,9 @@ from megazero.foreign.optimizer_state import (
     optimizer_tensors,
 )
 from megazero.foreign.plain_values import check_json, decode, encode
+from megazero.foreign.shared_state import BUFFER, shared_shapes, shared_state
 from megazero.resilience.signals import LateFlags
-from megazero.sharding import Rectangle
+from megazero.sharding import Rectangle, is_counted
 from megazero.zero.block import Block, Reader
 
 if TYPE_CHECKING:
@@ -44,8 +48,6 @@ T = TypeVar("T")
 
 TIMEOUT = 1800
 """Seconds that a save in the background waits for a rank."""
-
-_BUFFER = "buffer/"
 
 
 class EngineCheckpoints:
@@ -75,7 +77,7 @@ class EngineCheckpoints:
         engine.raise_if_diverged()
         tag = self._agreed(tag)
         step, root = engine.global_steps, Path(save_dir)
-        meta = self._together(lambda: self._meta(client_state, exclude_frozen))
+        meta = self._joined(self._together(lambda: self._meta(client_state, exclude_frozen)))
         state = self._together(self._rank_state)
         writer = TaggedWriter(root, self._group if self._saver is None else self._saver_group)
         if any(block.has_grad for block in engine.sharded.trained):
@@ -95,7 +97,7 @@ class EngineCheckpoints:
     def _agreed(self, tag: str | None) -> str:
         """Rank 0's tag; what happens where others differ is checkpoint.tag_validation's to say."""
         layout, validation = self._engine.topology.layout, self._engine.ds_config.checkpoint.tag_validation
-        if layout.tp * layout.pp > 1:
+        if layout.tp * layout.pp > self._engine.num_stages:
             raise MegazeroError(
                 f"save_checkpoint: with tp {layout.tp} and pp {layout.pp} in the topology, which part of the model a "
                 "parameter is is not known here; save engine.module's own way, or use data-parallel processes only"
@@ -117,7 +119,7 @@ class EngineCheckpoints:
         frozen = [block for block in engine.sharded.blocks if not block.trainable] if exclude_frozen else []
         return {
             "engine": {"stage": engine.zero_optimization_stage()},
-            "layout": {"tp": 1, "pp": 1, "dp": engine.world_size},
+            "layout": self._layout,
             "consumed_samples": engine.global_samples,
             "counters": {
                 "global_steps": engine.global_steps,
@@ -134,11 +136,33 @@ class EngineCheckpoints:
             "client_state": check_json(dict(client_state or {}), "client_state"),
         }
 
+    @property
+    def _layout(self) -> dict[str, int]:
+        stages = self._engine.num_stages
+        return {"tp": 1, "pp": stages, "dp": self._engine.world_size // stages}
+
+    def _joined(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Of a pipeline: with what every stage has to say of its own parameters."""
+        if self._engine.num_stages == 1:
+            return meta
+        metas = self._group.all_gather(meta)
+        merged = {
+            "optimizer": self._together(lambda: joined_meta([part["optimizer"] for part in metas])),
+            "excluded": sorted({name for part in metas for name in part["excluded"]}),
+            "tied": {name: first for part in metas for name, first in part["tied"].items()},
+        }
+        return {**meta, **merged}
+
+    def _of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+        if self._engine.num_stages == 1:
+            return own
+        return {name: value for part in self._group.all_gather(own) for name, value in part.items()}
+
     def _rank_state(self) -> dict[str, torch.Tensor]:
         engine = self._engine
         state = rng_state(engine.device)
         whole = optimizer_tensors(engine.shard_optimizer) if engine.shard_optimizer is not None else {}
-        if self._group.rank > 0:
+        if self._group.rank > 0 and (engine.num_stages == 1 or engine.topology.coordinates["dp"] > 0):
             return state
         for name, buffer in _buffers(engine.module).items():
             if buffer.dtype not in DTYPE_NAMES or buffer.layout is not torch.strided:
@@ -146,26 +170,27 @@ class EngineCheckpoints:
                     f"buffer {name}: {buffer.dtype}, {buffer.layout} has no place in a safetensors file; register it "
                     "with persistent=False, or in another dtype"
                 )
-            state[_BUFFER + name] = buffer
+            state[BUFFER + name] = buffer
         return state | whole
 
     def _chunks(self, exclude_frozen: bool) -> Iterator[ChunkData]:
-        """This rank's slice of the weights and of what the optimizer keeps."""
-        sharded = self._engine.sharded
+        """This rank's slice of the weights and of what the optimizer keeps; of a tied layer the first stage's."""
+        sharded, coordinates = self._engine.sharded, self._engine.topology.coordinates
         if sharded.groups.replicate.rank > 0:
             return
         for block in sharded.blocks:
             if exclude_frozen and not block.trainable:
                 continue
             for piece, box, values in block.chunks("weight"):
-                yield from chunk_parts("weight", piece, box, values)
+                if is_counted(piece, coordinates):
+                    yield from chunk_parts("weight", piece, box, values)
             for entry in block.layout.entries if sharded.groups.shard.rank == 0 else ():
                 if not entry.spec.numel:  # only its shape is told
                     empty = torch.empty(entry.spec.local_shape)
                     box = Rectangle((0,) * empty.dim(), entry.spec.local_shape)
                     yield ChunkData("weight", entry.name, box, entry.spec.local_shape, empty)
         if self._engine.shard_optimizer is not None:
-            yield from optimizer_chunks(self._engine.shard_optimizer)
+            yield from optimizer_chunks(self._engine.shard_optimizer, coordinates)
 
     # Saves in the background
 
@@ -206,8 +231,14 @@ class EngineCheckpoints:
             self._say(f"load_checkpoint: {load_dir} holds no checkpoint; nothing is loaded")
             return None, {}
         optimizer, scheduler = with_optimizer and not module_only, with_scheduler and not module_only
+        shapes, buffers, groups = map(self._of_all_stages, self._wanted())
         with self._together(lambda: Checkpoint(path)) as checkpoint:
-            first = self._together(lambda: self._checked(checkpoint, strict, optimizer, scheduler, module_only))
+
+            def checked() -> dict[str, torch.Tensor]:
+                told = self._of_another_model(checkpoint, strict, shapes, buffers)
+                return self._checked(checkpoint, told, optimizer, scheduler, module_only, groups)
+
+            first = self._together(checked)
             self._load_module(checkpoint, first)
             meta = checkpoint.meta
             if not module_only:
@@ -246,19 +277,25 @@ class EngineCheckpoints:
         return self._group.all_gather(self._together(find))[0]
 
     def _checked(
-        self, checkpoint: Checkpoint, strict: bool, optimizer: bool, scheduler: bool, module_only: bool
+        self,
+        checkpoint: Checkpoint,
+        told: list[str],
+        optimizer: bool,
+        scheduler: bool,
+        module_only: bool,
+        groups: Mapping[str, int],
     ) -> dict[str, torch.Tensor]:
-        """Finds every reason not to load, and checks all bytes that loading will read; returns rank 0's own state."""
+        """Finds every reason not to load, beside those ``told``, and checks all bytes that loading will read; returns
+        the state that is of no rank alone. ``groups``: of all stages, parameter → its optimizer group."""
         engine, meta = self._engine, checkpoint.meta
         if "engine" not in meta and not module_only:
             raise CheckpointError(
                 f"{checkpoint.path}: was not saved by engine.save_checkpoint; its weights alone can be loaded, with "
                 "load_module_only=True"
             )
-        told = self._of_another_model(checkpoint, strict)
         fixes = ["Give the model that it was saved with"] if told else []
         # Of another model the parameters in an optimizer's groups are others as well.
-        if optimizer and not told and (problem := check_optimizer(meta["optimizer"], engine.shard_optimizer)):
+        if optimizer and not told and (problem := check_optimizer(meta["optimizer"], engine.shard_optimizer, groups)):
             told.append(problem)
             fixes.append("pass load_optimizer_states=False to go on with a new optimizer")
         if scheduler and (problem := _check_scheduler(meta["lr_scheduler"], engine.lr_scheduler)):
@@ -278,17 +315,23 @@ class EngineCheckpoints:
             checkpoint.verify(optimizer_boxes(engine.shard_optimizer, checkpoint))
         if self._keeps_rng(checkpoint) and not module_only:
             checkpoint.rank_state(self._group.rank)
-        return checkpoint.rank_state(0)
+        return shared_state(checkpoint)
 
-    def _of_another_model(self, checkpoint: Checkpoint, strict: bool) -> list[str]:
-        wanted = {
-            entry.name: entry.spec.local_shape
-            for block in self._engine.sharded.blocks
-            for entry in block.layout.entries
-        }
-        here = {name: tuple(buffer.shape) for name, buffer in _buffers(self._engine.module).items()}
-        states = checkpoint.state_shapes(0)
-        saved = {key.removeprefix(_BUFFER): shape for key, shape in states.items() if key.startswith(_BUFFER)}
+    def _wanted(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """This rank's parameters and buffers, name → shape, and its trained parameters' optimizer groups."""
+        engine = self._engine
+        blocks, buffers = engine.sharded.blocks, _buffers(engine.module)
+        return (
+            {entry.name: entry.spec.local_shape for block in blocks for entry in block.layout.entries},
+            {name: tuple(buffer.shape) for name, buffer in buffers.items()},
+            group_of(engine.shard_optimizer) if engine.shard_optimizer is not None else {},
+        )
+
+    def _of_another_model(
+        self, checkpoint: Checkpoint, strict: bool, wanted: Mapping[str, Any], here: Mapping[str, Any]
+    ) -> list[str]:
+        """``wanted``, ``here``: the parameters and buffers of all stages, name → shape."""
+        saved = shared_shapes(checkpoint, BUFFER)
         left_out = set(checkpoint.meta.get("excluded", ()))
         found = checkpoint.parameters
         told = []
@@ -301,7 +344,7 @@ class EngineCheckpoints:
         return told
 
     def _keeps_rng(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.world_size == self._group.size
+        return checkpoint.world_size == self._group.size and checkpoint.meta.get("layout") == self._layout
 
     @torch.no_grad()
     def _load_module(self, checkpoint: Checkpoint, first: Mapping[str, torch.Tensor]) -> None:
@@ -311,8 +354,8 @@ class EngineCheckpoints:
             block.load("weight", _reader(checkpoint, block))
         sharded.gather()
         for name, buffer in _buffers(self._engine.module).items():
-            if _BUFFER + name in first:
-                buffer.copy_(first[_BUFFER + name])
+            if BUFFER + name in first:
+                buffer.copy_(first[BUFFER + name])
 
     def _load_progress(self, checkpoint: Checkpoint) -> None:
         engine, counters = self._engine, checkpoint.meta["counters"]

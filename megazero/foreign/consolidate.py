@@ -13,11 +13,10 @@ from megazero.checkpoint import Checkpoint, files, open_checkpoint
 from megazero.convert.hf_writer import DTYPES, json_bytes, parse_size
 from megazero.convert.target import new_directory, refuse_non_empty
 from megazero.errors import ConvertError
+from megazero.foreign.shared_state import buffers
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
-
-_BUFFER = "buffer/"
 
 
 def consolidate(
@@ -71,12 +70,8 @@ def _entries(checkpoint: Checkpoint, dtype: torch.dtype) -> list[files.Entry]:
         files.Entry(name, dtype, shape, partial(_rounded, checkpoint, name, dtype))
         for name, shape in checkpoint.parameters.items()
     ]
-    buffers = [
-        files.Entry(key.removeprefix(_BUFFER), value.dtype, tuple(value.shape), value)
-        for key, value in checkpoint.rank_state(0).items()
-        if key.startswith(_BUFFER)
-    ]
-    return sorted((*weights, *buffers), key=lambda entry: -entry.dtype.itemsize)
+    kept = [files.Entry(name, value.dtype, tuple(value.shape), value) for name, value in buffers(checkpoint).items()]
+    return sorted((*weights, *kept), key=lambda entry: -entry.dtype.itemsize)
 
 
 def _rounded(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:

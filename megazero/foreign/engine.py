@@ -24,7 +24,7 @@ from megazero.foreign.reports import Reports, StepNumbers
 from megazero.topology import Topology
 from megazero.zero.edits import EditWatch
 from megazero.zero.hooks import Hook
-from megazero.zero.partial import GradientNorm
+from megazero.zero.partial import GradientNorm, PartialSums
 from megazero.zero.sharded import ShardedModel
 
 
@@ -61,7 +61,9 @@ class ZeroEngine(WeightExport, nn.Module):
         self.reports, self._inside = reports, inside
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.loss_scaler = LossScale(config.precision)
-        self._norm = GradientNorm(sharded.trained, topology.coordinates, counts=sharded.groups.replicate.rank == 0)
+        self._partial = PartialSums(sharded.trained, topology)
+        counts = sharded.groups.replicate.rank == 0
+        self._norm = GradientNorm(sharded.trained, topology.coordinates, self.device, counts)
         self._edits = EditWatch(sharded)
         self._last_norm: torch.Tensor | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the running step, on this rank
@@ -160,19 +162,28 @@ class ZeroEngine(WeightExport, nn.Module):
                 self._update(lr_kwargs or {})
             self.micro_steps += 1
         if boundary:
-            self._report()
-            if self.sharded.tier is not None and (advice := self.sharded.tier.advice()) is not None:
-                self.reports.say(advice)
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self._report()
+        if self.sharded.tier is not None and (advice := self.sharded.tier.advice()) is not None:
+            self.reports.say(advice)
+
+    @property
+    def _loss_ranks(self) -> int:
+        """Processes that have a loss of their own."""
+        return self.topology.world.size // self.num_stages
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.sharded.finish_gradients()
+        self._partial.sum()
         self._edits.take()
         sums = torch.stack((self._norm.squared(), self._loss))
         world, alarm = self.topology.world, self._checkpoints.alarm()
         if world.size > 1:
             world.all_reduce([sums, *alarm]).wait()
         self._checkpoints.heard(alarm)
-        squared, self._loss = sums[0], sums[1] / world.size
+        squared, self._loss = sums[0], sums[1] / self._loss_ranks
         scale = self.sharded.groups.whole.size * self.loss_scaler.value
         norm = squared.sqrt() / scale
         bad = (~torch.isfinite(squared)).float()
@@ -189,7 +200,8 @@ class ZeroEngine(WeightExport, nn.Module):
         self.shard_optimizer.step(torch.where(skip > 0, 1.0, factor), skip)
         self._edits.note()
         self.sharded.uses.clear()
-        self._last_norm = norm
+        if not overflow:  # of no use to whoever logs it: it is not finite, whatever the loss was
+            self._last_norm = norm
         self.global_steps += 1
         self.global_samples += self.ds_config.train_batch_size
         self.optimizer.overflow = overflow  # accelerate asks it whether the step was skipped
@@ -336,10 +348,16 @@ class ZeroEngine(WeightExport, nn.Module):
 
     # What it is set to, and how far it is
 
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradient over all ranks, before clipping; None before the first step.
+    @property
+    def num_stages(self) -> int:
+        """Of a pipeline; what is not one has one."""
+        return 1
 
-        Raises DivergenceError where a gradient was not finite, which in float16 with a dynamic loss scale is no error.
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradient over all ranks, before clipping; None before the first step. A step that
+        float16's loss scale has skipped is none.
+
+        Raises DivergenceError where a gradient was not finite otherwise.
         """
         if self._last_norm is None:
             return None

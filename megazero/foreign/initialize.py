@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from megazero.ds_config import DsConfig, read_ds_config
 from megazero.ds_config.reader import load_ds_config
-from megazero.engine import device_of, start_process_group
 from megazero.errors import ConfigError
 from megazero.foreign.choice import choose_optimizer, choose_scheduler, group_names, parameter_groups
 from megazero.foreign.comms_log import CommsLog
 from megazero.foreign.data import make_loader
 from megazero.foreign.engine import ZeroEngine
 from megazero.foreign.optimizer import ShardOptimizer, parts_of
+from megazero.foreign.pipe.engine import PipelineEngine
+from megazero.foreign.pipe.module import PipelineModule
 from megazero.foreign.reports import Reports
+from megazero.foreign.start import own_environment, start_topology, timeout_of
 from megazero.foreign.units import foreign_units
-from megazero.launch.environment import ProcessEnvironment, process_environment
-from megazero.layout import Layout
 from megazero.planner.memory import describe_host
+from megazero.sharding import Replication
 from megazero.topology import Topology
+from megazero.zero.blocks import Unit
 from megazero.zero.groups import DataParallel, data_parallel
 from megazero.zero.guard import Guard
 from megazero.zero.homes import home_of, settle_model
 from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
 from megazero.zero.sharded import ShardedModel, ZeroSettings
 from megazero.zero.slices import Slice
-
-TIMEOUT = 1800
-"""Seconds that a collective waits for a rank."""
 
 
 def initialize(
@@ -54,24 +52,26 @@ def initialize(
 
     Args:
         args: an object whose ``deepspeed_config`` is the config's path, where neither of the config arguments is given.
-        model: on any device; its parameters move to this process's. Every rank gets rank 0's values.
+        model: on any device; its parameters move to this process's. Every rank gets rank 0's values. A PipelineModule
+            gives a PipelineEngine.
         optimizer: an object over the model's parameters, or a function that makes one from them; unset: the config's,
             else torch's AdamW.
         model_parameters: those to train, or groups of them; unset: all that require a gradient.
         training_data: a dataset, of which each process gets its own samples from the dataloader returned.
         lr_scheduler: an object over ``optimizer``, or a function that makes one from it; unset: the config's, if any.
-        topology: where the processes are not all data-parallel ones.
+        topology: where the processes are not all data-parallel ones; a PipelineModule has its own.
         config, config_params: a ds_config, as a mapping or a JSON file's path; two names for one thing.
 
     The process group is started where there is none. Raises ConfigError with every problem of the config.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError.single("model", f"is a {type(model).__name__}; give the torch.nn.Module to train")
-    environment = _environment()
-    if topology is None:
-        topology = start_topology()
+    environment = own_environment()
+    topology = _topology(model, topology)
     given = load_ds_config(_config_source(args, config, config_params))
     ds = read_ds_config(given, topology.layout.dp)
+    if isinstance(model, PipelineModule) and ds.pipeline.activation_checkpoint_interval:
+        model.activation_checkpoint_interval = ds.pipeline.activation_checkpoint_interval
     if ds.seed is not None:
         torch.manual_seed(ds.seed)
     groups = parameter_groups(model, optimizer, model_parameters)
@@ -85,10 +85,11 @@ def initialize(
     if ds.zero.contiguous_gradients:
         move_gradients_at_once(sharded)
     shards = None
-    if sharded.trained:
+    kind = PipelineEngine if isinstance(model, PipelineModule) else ZeroEngine
+    if sharded.trained or kind is PipelineEngine:  # other stages train: groups and rates are there, without a parameter
         parts = parts_of(sharded, len(groups))
         shards = ShardOptimizer(sharded, chosen(parts), parts)
-    engine = ZeroEngine(model, sharded, shards, ds, topology, environment.local_rank, reports, inside)
+    engine = kind(model, sharded, shards, ds, topology, environment.local_rank, reports, inside)
     engine.config = given
     settle_model(sharded, engine)
     engine.lr_scheduler, more = choose_scheduler(ds, lr_scheduler, engine.optimizer)
@@ -101,21 +102,11 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def start_topology() -> Topology:
-    """All processes as data-parallel ones, in a process group that is started where there is none."""
-    environment = _environment()
-    device = device_of(environment)
-    start_process_group(environment, device, TIMEOUT)
-    return Topology(Layout(dp=environment.world_size), environment.rank, device)
-
-
-def _environment() -> ProcessEnvironment:
-    """As the launcher says, or the process group that the user has started."""
-    if not dist.is_initialized():
-        return process_environment()
-    rank = dist.get_rank()
-    local_rank = os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count()))
-    return ProcessEnvironment(rank, int(local_rank), dist.get_world_size())
+def _topology(model: nn.Module, given: Topology | None) -> Topology:
+    own = model.topology if isinstance(model, PipelineModule) else None
+    if own is not None and given not in (None, own):
+        raise ConfigError.single("topology", "is another than the PipelineModule's; give it to that alone")
+    return given or own or start_topology()
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -133,7 +124,7 @@ def shard(
 ) -> ShardedModel:
     """The model's parameters in blocks on this process's device, with rank 0's values. ``log``: of collectives."""
     zero, precision, device = ds.zero, ds.precision, topology.device
-    dp = data_parallel(topology, max(0, zero.mics_shard_size), zero.zero_hpz_partition_size, _timeout(device))
+    dp = data_parallel(topology, max(0, zero.mics_shard_size), zero.zero_hpz_partition_size, timeout_of(device))
     if log is not None:
         dp = log.wrap_all(dp, topology)
     _move_buffers(model, device, dp)
@@ -162,7 +153,7 @@ def shard(
 
     return ShardedModel(
         model,
-        foreign_units(model),
+        _units(model),
         dp,
         ZeroSettings.of(zero, overlap=zero.overlap_comm),
         dtypes=dtypes,
@@ -174,11 +165,19 @@ def shard(
     )
 
 
-def _timeout(device: torch.device) -> float:
-    """Seconds that a collective of the default process group waits, whoever has made it."""
-    if not dist.is_initialized():
-        return TIMEOUT
-    return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+def _units(model: nn.Module) -> list[Unit]:
+    """Gradients of what several stages hold are sums over them."""
+    tied = model.tied if isinstance(model, PipelineModule) else {}
+    units = foreign_units(model)
+    for name, stages in tied.items():
+        both = Replication("pp", stages, "partial")
+        units = [
+            replace(unit, specs={n: s.replicated_over(both) for n, s in unit.specs.items()})
+            if next(iter(unit.specs)).startswith(f"{name}.")
+            else unit
+            for unit in units
+        ]
+    return units
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dp: DataParallel) -> None:

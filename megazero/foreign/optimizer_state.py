@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from megazero.checkpoint.writer import row_runs
 from megazero.errors import CheckpointError
 from megazero.foreign.optimizer import Part, ShardOptimizer
 from megazero.foreign.plain_values import decode, encode
-from megazero.sharding import Piece, Rectangle
+from megazero.foreign.shared_state import OPTIMIZER
+from megazero.sharding import Piece, Rectangle, is_counted
 from megazero.zero.offload.store import MOMENTS
 
 # Of a group: what it holds, and how torch is to compute the update here.
@@ -20,7 +21,6 @@ _NOT_SAVED = ("params", "param_names", "fused", "foreach", "capturable", "differ
 _RATE = ("lr", "initial_lr")
 # Classes that keep the same state.
 _SAME = {"AdamW": "Adam", "FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam"}
-_WHOLE = "optimizer/"
 
 
 def chunk_parts(
@@ -46,21 +46,24 @@ def _widened(values: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     return wide
 
 
-def optimizer_chunks(optimizer: ShardOptimizer) -> Iterator[ChunkData]:
-    """State with an element for each of a parameter's, this rank's slice of it."""
+def optimizer_chunks(optimizer: ShardOptimizer, coordinates: Mapping[str, int]) -> Iterator[ChunkData]:
+    """State with an element for each of a parameter's, this rank's slice of it, where it is the one that counts."""
     for part in optimizer.all:
         shard = part.block.shard
         low, high = max(part.start(), shard[0]), min(_end(part), shard[1])
         if part.block.store is not None:  # read chunk by chunk as they are written
             for name in MOMENTS if optimizer.optimizer.state.get(part.parameter) else ():
                 for piece, box, values in part.block.chunks(name, low, high):
-                    yield ChunkData(name, piece.name, box, piece.global_shape, values)
+                    if is_counted(piece, coordinates):
+                        yield ChunkData(name, piece.name, box, piece.global_shape, values)
             continue
         for name, value in _state_of(optimizer, part).items():
             if _is_elementwise(value, part):
                 flat, base = value.reshape(-1), part.start()
                 for at, piece, box in part.block.layout.boxes(low, high):
-                    yield from chunk_parts(name, piece, box, flat[at - base : at - base + box.numel].view(box.shape))
+                    if is_counted(piece, coordinates):
+                        own = flat[at - base : at - base + box.numel].view(box.shape)
+                        yield from chunk_parts(name, piece, box, own)
 
 
 def optimizer_tensors(optimizer: ShardOptimizer) -> dict[str, torch.Tensor]:
@@ -75,7 +78,7 @@ def optimizer_tensors(optimizer: ShardOptimizer) -> dict[str, torch.Tensor]:
                     f"{_type(optimizer)} keeps {name} of shape {list(value.shape)} for a slice of shape "
                     f"{list(part.shape)}: no other layout could load that; use stage 0 with this optimizer"
                 )
-            found[f"{_WHOLE}{name}/{_name(part)}"] = value
+            found[f"{OPTIMIZER}{name}/{_name(part)}"] = value
     return found
 
 
@@ -101,14 +104,28 @@ def optimizer_meta(optimizer: ShardOptimizer) -> dict[str, Any]:
             {k: encode(v, f"optimizer group {i}, {k}") for k, v in group.items() if k not in _NOT_SAVED}
             for i, group in enumerate(groups)
         ],
-        "group_of": _group_of(optimizer),
+        "group_of": group_of(optimizer),
         "common": common,
         "dtypes": dtypes,
     }
 
 
-def check_optimizer(saved: Mapping[str, Any] | None, optimizer: ShardOptimizer | None) -> str | None:
-    """Why this optimizer cannot go on from what was saved, if so."""
+def joined_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """``optimizer_meta`` of stages that each hold other parameters, as of one process that holds them all."""
+    for key in ("common", "dtypes"):
+        known = [meta[key] for meta in metas if meta[key]]
+        if any(other != known[0] for other in known):
+            raise CheckpointError(
+                f"{metas[0]['type']}'s state differs from stage to stage, which a checkpoint cannot hold"
+            )
+    joined = {key: {k: v for meta in metas for k, v in meta[key].items()} for key in ("group_of", "common", "dtypes")}
+    return {**metas[0], **joined}
+
+
+def check_optimizer(
+    saved: Mapping[str, Any] | None, optimizer: ShardOptimizer | None, here: Mapping[str, int] | None = None
+) -> str | None:
+    """Why this optimizer cannot go on from what was saved, if so. ``here``: of all stages, parameter → its group."""
     if saved is None or optimizer is None:
         if saved is optimizer is None:
             return None
@@ -122,7 +139,7 @@ def check_optimizer(saved: Mapping[str, Any] | None, optimizer: ShardOptimizer |
         return f"has the state of {before}, and this run uses {now}"
     if len(saved["groups"]) != len(optimizer.optimizer.param_groups):
         return f"has {len(saved['groups'])} parameter groups, and this run {len(optimizer.optimizer.param_groups)}"
-    here = _group_of(optimizer)
+    here = group_of(optimizer) if here is None else here
     for name in (*here, *saved["group_of"]):
         was, is_ = saved["group_of"].get(name), here.get(name)
         if was != is_:
@@ -138,7 +155,7 @@ def load_optimizer(
     tensors: Mapping[str, torch.Tensor],
     keep_rates: bool,
 ) -> None:
-    """``tensors``: rank 0's own state. ``keep_rates``: learning rates stay as they are."""
+    """``tensors``: those of ``optimizer_tensors``, by their names. ``keep_rates``: learning rates stay as they are."""
     for group, options in zip(optimizer.optimizer.param_groups, saved["groups"], strict=True):
         for name, value in options.items():
             if keep_rates and name in _RATE:
@@ -159,8 +176,8 @@ def load_optimizer(
                 if (value := _read(checkpoint, kind, part, dtype)) is not None:
                     state[kind] = value
             for key, value in tensors.items():
-                if key.startswith(_WHOLE) and not optimizer.sharded.sharding.state:
-                    kind, _, name = key.removeprefix(_WHOLE).partition("/")
+                if key.startswith(OPTIMIZER) and not optimizer.sharded.sharding.state:
+                    kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
                     if name == _name(part):
                         state[kind] = value.to(part.parameter.device)
             optimizer.set_state(part, state)
@@ -219,7 +236,7 @@ def _type(optimizer: ShardOptimizer) -> str:
     return type(optimizer.optimizer).__name__
 
 
-def _group_of(optimizer: ShardOptimizer) -> dict[str, int]:
+def group_of(optimizer: ShardOptimizer) -> dict[str, int]:
     """Every trained parameter that has elements → the index of its group."""
     return {
         entry.name: int(group)

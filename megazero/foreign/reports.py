@@ -49,6 +49,7 @@ class Reports:
         self._sinks = self._make_sinks()
         self._steps: list[StepNumbers] = []
         self._parts: dict[str, list[Any]] = {}
+        self._timed = 0  # steps whose parts these are
         self._since = time.perf_counter()
 
     def start(self) -> None:
@@ -84,6 +85,7 @@ class Reports:
 
     def step(self, number: int, step: StepNumbers) -> bool:
         """A step has ended; whether it is one at which the device is looked at."""
+        self._timed += 1
         if self._sinks or self._ds.steps_per_print:
             self._steps.append(step)
         if number % self.interval:
@@ -116,9 +118,9 @@ class Reports:
         def length(start: Any, end: Any) -> float:
             return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
-        steps = len(self._parts.get("step", ())) / self._ds.gradient_accumulation_steps or 1
-        times = {part: sum(length(*span) for span in spans) / steps for part, spans in self._parts.items()}
+        times = {part: sum(length(*span) for span in spans) / self._timed for part, spans in self._parts.items()}
         self._parts.clear()
+        self._timed = 0
         return times
 
     def _flush(self) -> None:

@@ -109,7 +109,7 @@ def init_distributed(
     import torch.distributed as dist
 
     from megazero.engine import device_of
-    from megazero.foreign.initialize import TIMEOUT
+    from megazero.foreign.start import TIMEOUT
     from megazero.launch.environment import process_environment
 
     if dist.is_initialized():
@@ -144,6 +144,13 @@ def tp_model_init(*_: Any, **__: Any) -> None:
         "tensor_parallel.autotp_size: megazero has no tensor parallelism for foreign models; set it to 1, and cut the "
         "model with zero_optimization.stage 3"
     )
+
+
+def PipeDataParallelTopology(num_pp: int, num_dp: int) -> Any:  # noqa: N802
+    """The topology of a PipelineModule."""
+    from megazero.layout import Layout
+
+    return Layout(pp=num_pp, dp=num_dp)
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:

@@ -42,12 +42,16 @@ _FP32 = {
     )
 }
 _ADAM = {"DeepSpeedCPUAdam": _OPTIMIZERS, "FusedAdam": _OPTIMIZERS}
+_LAYERS = {name: "megazero.pipe" for name in ("LayerSpec", "PipelineModule", "TiedLayerSpec")}
+_STAGES = {"PipelineEngine": "megazero.foreign.pipe.engine"}
 _LION = {"DeepSpeedCPULion": _OPTIMIZERS, "FusedLion": f"{_OPTIMIZERS}:DeepSpeedCPULion"}
 
 SURFACE: dict[str, dict[str, str]] = {
     "deepspeed": {
         "__version__": "megazero.integrations.hook:VERSION",
         "DeepSpeedEngine": "megazero.foreign.engine:ZeroEngine",
+        "PipelineModule": "megazero.pipe",
+        **_STAGES,
         "initialize": _OURS,
         "init_distributed": _OURS,
         "add_config_arguments": _OURS,
@@ -72,12 +76,17 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam.fused_adam": _ADAM,
     "deepspeed.ops.aio": {"AsyncIOBuilder": _OPTIMIZERS},
     "deepspeed.ops.lion": _LION,
+    "deepspeed.pipe": _LAYERS,
     "deepspeed.runtime": {},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": "megazero.foreign.engine:ZeroEngine"},
     "deepspeed.runtime.lr_schedules": {
         "VALID_LR_SCHEDULES": _OPTIMIZERS,
         **{name: _SCHEDULES for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")},
     },
+    "deepspeed.runtime.pipe": _LAYERS,
+    "deepspeed.runtime.pipe.engine": _STAGES,
+    "deepspeed.runtime.pipe.module": _LAYERS,
+    "deepspeed.runtime.pipe.topology": {"PipeDataParallelTopology": _OURS},
     "deepspeed.runtime.utils": {"move_to_device": "megazero.foreign.data:to_device", "see_memory_usage": _OURS},
     "deepspeed.runtime.zero": _SHARDED,
     "deepspeed.runtime.zero.partition_parameters": {

@@ -13,6 +13,7 @@ from torch import nn
 from megazero.checkpoint import open_checkpoint
 from megazero.errors import CheckpointError
 from megazero.foreign.consolidate import consolidate
+from megazero.foreign.shared_state import buffers
 from megazero.zero.homes import home_of, leave
 
 
@@ -45,10 +46,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """The float32 weights of a checkpoint of an engine's, tied ones under every name, and its buffers."""
     with open_checkpoint(Path(checkpoint_dir) / tag if tag else checkpoint_dir) as checkpoint:
         found = {name: checkpoint.read("weight", name) for name in checkpoint.parameters}
-        prefix = "buffer/"
-        for key, value in checkpoint.rank_state(0).items():
-            if key.startswith(prefix):
-                found[key.removeprefix(prefix)] = value
+        found |= buffers(checkpoint)
         tied = checkpoint.meta.get("tied", {})
         return found | {name: found[first] for name, first in tied.items() if first in found}
 

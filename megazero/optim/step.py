@@ -51,7 +51,7 @@ class OptimizerStep:
         self.bad_steps = bad_steps
         self.adam = AdamW(sharded, optimizer.betas, optimizer.eps, optimizer.weight_decay, device)
         self.partial = PartialSums(sharded.trained, topology)
-        self.norm = GradientNorm(sharded.trained, topology.coordinates, counts=sharded.groups.replicate.rank == 0)
+        self.norm = GradientNorm(sharded.trained, topology.coordinates, device, sharded.groups.replicate.rank == 0)
         scale = train.initial_loss_scale if fp16 else 1.0
         self.loss_scale = torch.full((), scale, dtype=torch.float32, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megazero.pipeline.bundle import Bundle, Payload
 from megazero.pipeline.p2p import Receipt, Transfers
 from megazero.pipeline.schedules import BROUGHT_BY, COMMUNICATION, SENDS, Action, Kind, Pass, groups
 
@@ -21,7 +22,7 @@ _UNTRACED = nullcontext()
 class Stage(Protocol):
     """What the executor drives: one rank's share of the model, in one chunk or several."""
 
-    def forward(self, micro_batch: Any, x: torch.Tensor | None, chunk: int) -> torch.Tensor:
+    def forward(self, micro_batch: Any, x: Payload | None, chunk: int) -> Payload:
         """Previous stage's output (None on the first) → this chunk's, or the loss on the last stage: a scalar."""
         ...
 
@@ -33,11 +34,11 @@ class Stage(Protocol):
         """The next backward completes the gradients of its chunk."""
         ...
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
+    def backward(self, output: Payload, gradient: Payload | None, chunk: int) -> None:
         """The gradient of what a forward returned (None for the loss) → those of its input and of the parameters."""
         ...
 
-    def backward_input(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
+    def backward_input(self, output: Payload, gradient: Payload | None, chunk: int) -> None:
         """As ``backward``, but gradients of parameters may be left to ``backward_weight``."""
         ...
 
@@ -81,9 +82,9 @@ class _Run:
         self.note = executor.note
         self.micro_batches, self.on_loss = micro_batches, on_loss
         self.receipts: dict[tuple[Kind, Pass], tuple[Action, Receipt]] = {}
-        self.inputs: dict[Pass, torch.Tensor] = {}
-        self.outputs: dict[Pass, torch.Tensor] = {}
-        self.input_gradients: dict[Pass, torch.Tensor] = {}
+        self.inputs: dict[Pass, Payload] = {}
+        self.outputs: dict[Pass, Payload] = {}
+        self.input_gradients: dict[Pass, Payload] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
         training = any(action.kind is Kind.REDUCE for action in actions)
@@ -120,7 +121,7 @@ class _Run:
             else:
                 self._backward(action, received)
 
-    def _received(self, kind: Kind, action: Action) -> torch.Tensor | None:
+    def _received(self, kind: Kind, action: Action) -> Payload | None:
         """What a transfer has brought for a computation; None where there is none."""
         receive, receipt = self.receipts.pop((kind, _pass_of(action)), (None, None))
         if receive is None:
@@ -132,22 +133,25 @@ class _Run:
         self.note(action)
         return received
 
-    def _forward(self, action: Action, x: torch.Tensor | None, training: bool) -> None:
+    def _forward(self, action: Action, x: Payload | None, training: bool) -> None:
         key = _pass_of(action)
         if x is not None and training:
-            self.inputs[key] = x.requires_grad_()
+            self.inputs[key] = x if isinstance(x, Bundle) else x.requires_grad_()
         output = self.stage.forward(self.micro_batches[action.micro_batch], x, action.chunk)
-        if output.dim() == 0:
+        is_loss = isinstance(output, torch.Tensor) and output.dim() == 0
+        if is_loss:
             self.on_loss(output.detach())
-        if training or output.dim():
+        if training or not is_loss:
             self.outputs[key] = output
 
-    def _backward(self, action: Action, gradient: torch.Tensor | None) -> None:
+    def _backward(self, action: Action, gradient: Payload | None) -> None:
         key = _pass_of(action)
         backward = self.stage.backward if action.kind is Kind.BACKWARD else self.stage.backward_input
         backward(self.outputs.pop(key), gradient, action.chunk)
         x = self.inputs.pop(key, None)
-        if x is not None:
+        if isinstance(x, Bundle):
+            self.input_gradients[key] = x.gradient()
+        elif x is not None:
             assert x.grad is not None
             self.input_gradients[key] = x.grad
 
@@ -155,11 +159,12 @@ class _Run:
         assert self.transfers is not None
         sends = [self._to_send(action, training) for action in batch if action.kind in SENDS]
         receives = [action for action in batch if action.kind not in SENDS]
-        receipts = self.transfers.issue(batch[0].peer, sends, len(receives))
+        outputs = [self.outputs[_pass_of(a)] for a in receives if a.kind is Kind.RECV_BACKWARD]
+        receipts = self.transfers.issue(batch[0].peer, sends, len(receives), outputs)
         for action, receipt in zip(receives, receipts, strict=True):
             self.receipts[action.kind, _pass_of(action)] = action, receipt
 
-    def _to_send(self, action: Action, training: bool) -> torch.Tensor:
+    def _to_send(self, action: Action, training: bool) -> Payload:
         key = _pass_of(action)
         if action.kind is Kind.SEND_BACKWARD:
             return self.input_gradients.pop(key)

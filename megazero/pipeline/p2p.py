@@ -1,4 +1,4 @@
-"""Transfers between neighbouring pipeline ranks: batched by peer, of shapes known from the config.
+"""Transfers between neighbouring pipeline ranks: batched by peer, of a shape known from the config.
 
 [Note: lifetime of transferred tensors]
 A transfer reads or writes its tensor until it completes, and the allocator must not give the memory to others before
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megazero.layout import Layout
+from megazero.pipeline.bundle import Payload
 
 
 def neighbour_groups(layout: Layout, rank: int, ring: bool, timeout: float) -> dict[int, ProcessGroup]:
@@ -53,9 +54,9 @@ def _rounds(ranks: int, ring: bool) -> list[list[tuple[int, int]]]:
 
 
 class Receipt(NamedTuple):
-    """A tensor that is being received: the ``batch``-th one with rank ``peer`` brings it."""
+    """What is being received: the ``batch``-th one with rank ``peer`` brings it."""
 
-    tensor: torch.Tensor
+    tensor: Payload
     peer: int
     batch: int
 
@@ -87,21 +88,32 @@ class Transfers:
         """
         for pairs in _rounds(len(self.ranks), ring):
             for peer in (peer for pair in pairs if rank in pair for peer in pair if peer != rank):
-                self.issue(peer, [torch.zeros(self.shape, dtype=self.dtype, device=self.device)], 1)
+                self._start(peer, [torch.zeros(self.shape, dtype=self.dtype, device=self.device)], [self._empty()])
                 self.drain()
 
-    def issue(self, peer: int, sends: Sequence[torch.Tensor], receives: int) -> list[Receipt]:
-        """Start one batch: send these tensors to a pipeline rank and receive as many as ``receives`` from it."""
-        group, rank = self.pairs.get(peer, self.group), self.ranks[peer]
-        sent = [tensor.detach().contiguous() for tensor in sends]
-        received = [torch.empty(self.shape, dtype=self.dtype, device=self.device) for _ in range(receives)]
-        operations = [dist.P2POp(dist.isend, tensor, rank, group) for tensor in sent]
-        operations += [dist.P2POp(dist.irecv, tensor, rank, group) for tensor in received]
-        self._under_way[peer].append((dist.batch_isend_irecv(operations), sent))
-        batch = self._waited[peer] + len(self._under_way[peer])
+    def issue(
+        self, peer: int, sends: Sequence[Payload], receives: int, outputs: Sequence[Payload] = ()
+    ) -> list[Receipt]:
+        """Start one batch: send these tensors to a pipeline rank and receive as many as ``receives`` from it.
+
+        ``outputs``: what was sent there that the received are the gradients of, if they are; of one shape here.
+        """
+        received = [self._empty() for _ in range(receives)]
+        batch = self._start(peer, [tensor.detach().contiguous() for tensor in sends], received)
         return [Receipt(tensor, peer, batch) for tensor in received]
 
-    def wait(self, receipt: Receipt) -> torch.Tensor:
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def _start(self, peer: int, sent: list[torch.Tensor], received: list[torch.Tensor]) -> int:
+        """Start a batch of contiguous tensors; its number, by which it is waited for."""
+        group, rank = self.pairs.get(peer, self.group), self.ranks[peer]
+        operations = [dist.P2POp(dist.isend, tensor, rank, group) for tensor in sent]
+        operations += [dist.P2POp(dist.irecv, tensor, rank, group) for tensor in received]
+        self._under_way[peer].append((dist.batch_isend_irecv(operations) if operations else [], sent))
+        return self._waited[peer] + len(self._under_way[peer])
+
+    def wait(self, receipt: Receipt) -> Payload:
         """The received tensor; what follows on the current stream sees its values."""
         while self._waited[receipt.peer] < receipt.batch:
             self._wait_for_first(receipt.peer)

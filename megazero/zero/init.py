@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megazero.ds_config import read_ds_config
-from megazero.foreign.initialize import TIMEOUT, start_topology
+from megazero.foreign.start import TIMEOUT, start_topology
 from megazero.zero.groups import data_parallel
 from megazero.zero.homes import home_of, settle
 from megazero.zero.slices import Pending, Slice

@@ -62,8 +62,10 @@ class GradientNorm:
     ``counts``: whether this rank's copy of the model state is the one that does.
     """
 
-    def __init__(self, blocks: Sequence[Block], coordinates: Mapping[str, int], counts: bool = True) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, blocks: Sequence[Block], coordinates: Mapping[str, int], device: torch.device, counts: bool = True
+    ) -> None:
+        self.blocks, self._device = blocks, device
         # Of each block: ranges that are whole when they are reduced, and those that PartialSums completes after that.
         self._ranges: list[tuple[int, list[tuple[int, int]], list[tuple[int, int]]]] = []
         for index, block in enumerate(blocks if counts else ()):
@@ -79,7 +81,7 @@ class GradientNorm:
 
     def squared(self) -> torch.Tensor:
         """Σ g² over the counted elements: a float64 scalar on the device; not finite where a gradient is not."""
-        device = self.blocks[0].flat.device
+        device = self._device
         norms: list[torch.Tensor] = []
         views: dict[int, torch.Tensor] = {}  # of gradients on the device, by place among the norms: one call for all
         for index, whole, late in self._ranges:

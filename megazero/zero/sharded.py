@@ -199,7 +199,9 @@ class ShardedModel:
         self.update_buckets = bucketed(trained, self.settings.allgather_bucket_size)
         self._gather_buckets = bucketed(resident, self.settings.allgather_bucket_size)
         # A unit's blocks are ready together.
-        backward: list[list[list[int]]] = [[] for _ in range(1 + max(unit.plan.chunk for unit in self.units))]
+        backward: list[list[list[int]]] = [
+            [] for _ in range(1 + max((unit.plan.chunk for unit in self.units), default=0))
+        ]
         for unit in reversed(self.units):
             if item := [i for i in reversed(unit.blocks) if self.blocks[i].trainable]:
                 backward[unit.plan.chunk].append(item)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,14 +66,14 @@ def overflows(stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Callable, stage: int) -> None:
     first, second = ranks(2, overflows, stage)
-    norms, others = first.pop("norms"), second.pop("norms")
-    assert first == second and norms[2:] == others[2:]
+    norms = first["norms"]
+    assert first == second
     # The warm-up's first rate is 0, for the first step and after the first that counts.
     assert first["same"] == [True, True, True, False]
     assert first["scales"] == [256, 128, 128, 256]  # halved, then doubled after two good steps
     assert first["lrs"] == pytest.approx([0.0, 0.0, 0.005, 0.01])  # the schedule stood still in the second
     assert first["skipped"] == [0, 1, 1, 1]
-    assert math.isnan(norms[1]) and norms[2] == pytest.approx(norms[0], rel=0.5)
+    assert norms[1] == norms[0] != norms[2] == pytest.approx(norms[0], rel=0.5)  # a skipped step has none
     assert first["buffer"] == ("torch.float32", "torch.float16")
 
 

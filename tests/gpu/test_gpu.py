@@ -148,6 +148,14 @@ def test_a_foreign_model_over_nccl_is_as_a_plain_loop(stage: int) -> None:
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_pipeline_of_foreign_layers_over_nccl_is_as_a_plain_loop(stage: int) -> None:
+    """And no step after the first waits for the device."""
+    command = ["-m", "megazero", "launch", "--nproc", "2", str(ROOT / "tests" / "gpu" / "pipe.py"), str(stage)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+
+
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_full_recompute_keeps_one_tensor_per_layer_when_compiled(tp: int) -> None:
     """Activations are most of this run's memory, so that a plan within 5 % says that they are gone."""

@@ -29,6 +29,10 @@ deepspeed.utils logger groups log_dist set_z3_leaf_modules safe_get_full_grad sa
 deepspeed.utils.groups _get_sequence_parallel_group _get_data_parallel_world_size
 deepspeed.utils.zero_to_fp32 get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
 deepspeed.accelerator get_accelerator
+deepspeed PipelineModule PipelineEngine pipe
+deepspeed.pipe PipelineModule LayerSpec TiedLayerSpec
+deepspeed.runtime.pipe.module PipelineModule LayerSpec TiedLayerSpec
+deepspeed.runtime.pipe.topology PipeDataParallelTopology
 """
 
 
@@ -99,9 +103,9 @@ def main() -> None:
                 lacking.append(f"{module}.{name}")
         dir(importlib.import_module(module))
     found["lacking"] = lacking
-    found["unknown"] = [told("deepspeed.moe"), told("deepspeed.runtime.pipe")]
+    found["unknown"] = [told("deepspeed.moe"), told("deepspeed.runtime.activation_checkpointing")]
     try:
-        getattr(importlib.import_module("deepspeed"), "Pipeline" + "Module")
+        getattr(importlib.import_module("deepspeed"), "check" + "pointing")
     except AttributeError as error:
         found["unknown"].append(str(error))
     child = "import importlib.metadata; print(importlib.metadata.version('deepspeed'))"

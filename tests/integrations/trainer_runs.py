@@ -32,7 +32,10 @@ OUT = Path(next(word for word in sys.argv[1:] if not word.startswith("--")))
 RANK = int(os.environ["RANK"])
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 STAGES = (1, 2, 3)
+SAVING = {"save_strategy": "steps", "save_steps": 2}
 RUNS: dict[str, Callable[[], Any]] = {}
+FULL: dict[str, Any] = {}
+"""What `full` returned."""
 
 
 def run(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -205,11 +208,13 @@ def accelerated() -> dict[str, Any]:
 
 @run
 def full() -> dict[str, Any]:
-    """Training with evaluation: plain, and by stage."""
+    """Training with evaluation: plain, and by stage; ``resumed`` goes on from the checkpoints."""
     evaluation = {"eval_strategy": "steps", "eval_steps": 2}
     results = {"plain": trained(fresh(), arguments("plain", None, **evaluation))}
     for stage in STAGES:
-        results[str(stage)] = trained(fresh(), arguments(f"full-{stage}", settings(stage), **evaluation))
+        saving = {} if stage == 2 else SAVING
+        results[str(stage)] = trained(fresh(), arguments(f"full-{stage}", settings(stage), **evaluation, **saving))
+    FULL.update(results)
     return results
 
 
@@ -234,11 +239,14 @@ def resumed() -> dict[str, Any]:
     }
     decay["params"]["total_num_steps"] = "auto"
     for stage, more in ((1, {}), (2, {"scheduler": decay}), (3, {})):
-        saving = {"save_strategy": "steps", "save_steps": 2}
-        first = trained(fresh(), arguments(f"resumed-{stage}", settings(stage, **more), **saving))
-        args = arguments(f"resumed-{stage}", settings(stage, **more), **saving)
-        made = trainer(LlamaForCausalLM(config()), args)
-        made.train(resume_from_checkpoint=str(OUT / f"resumed-{stage}" / "checkpoint-2"))
+        name = f"resumed-{stage}" if more else f"full-{stage}"
+        first = (
+            trained(fresh(), arguments(name, settings(stage, **more), **SAVING))
+            if more
+            else (FULL or full())[str(stage)]
+        )
+        made = trainer(LlamaForCausalLM(config()), arguments(name, settings(stage, **more), **SAVING))
+        made.train(resume_from_checkpoint=str(OUT / name / "checkpoint-2"))
         results[str(stage)] = [first["loss"][2:], history(made)["loss"][2:]]
     return results
 

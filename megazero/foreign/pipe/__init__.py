@@ -1,0 +1,1 @@
+"""A user's layers as a pipeline: the module, its stage for the executor, the engine."""
