@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -148,11 +149,15 @@ def read(directory: Path) -> Manifest:
     """The manifest of a checkpoint directory; CheckpointError where it is missing, damaged or of a newer format."""
     path = directory / NAME
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path}: is no file, so {directory} is no checkpoint, or a damaged one")
         data = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: holds no {NAME}: it is no checkpoint, or a damaged one") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except MemoryError:
+        raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes do not fit into memory") from None
     line, _, rest = data.partition(b"\n")
     if line + b"\n" != _CHECKSUM_LINE.format(zlib.crc32(rest)).encode():
         raise CheckpointError(

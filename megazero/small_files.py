@@ -1,0 +1,22 @@
+"""Files that people write: read whole, but not whatever the size."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_MOST = 2**26
+
+
+def read_small(path: str | os.PathLike[str], pipe: bool = False) -> bytes:
+    """What is in a file of settings or names. ``pipe``: it may be one, as in ``--hostfile <(nodes)``; of another,
+    reading might never end. Raises OSError where it cannot be read, and for over 64 MiB."""
+    if not pipe and not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with Path(path).open("rb") as file:
+        content = file.read(_MOST + 1)
+    if len(content) > _MOST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
