@@ -29,7 +29,8 @@ from megazero.checkpoint import (
 )
 from megazero.checkpoint.background import BackgroundSaver
 from megazero.checkpoint.locate import DAMAGED, step_directories, step_directory
-from megazero.checkpoint.rng import rng_state, set_rng_state
+from megazero.checkpoint.rng import check_rng_state, rng_state, set_rng_state
+from megazero.checkpoint.run_meta import check_run
 from megazero.checkpoint.store_group import StoreGroup
 from megazero.checkpoint.writer import AnyChunk
 from megazero.config import Config, with_model
@@ -127,6 +128,7 @@ def find_start(config: Config) -> Start:
     if resumed is not None:
         checkpoint = open_checkpoint(resumed)
         checkpoint.check_matches(shapes)
+        check_run(checkpoint)
         return Start(resume=checkpoint, notes=notes)
     if config.model.init_from:
         return Start(weights=_initial_weights(config), notes=notes)
@@ -181,7 +183,7 @@ def _verify(
             for _, piece, box in block.layout.boxes(*block.owned)
         )
         if rank_state:
-            checkpoint.rank_state(group.rank)
+            check_rng_state(checkpoint.rank_state(group.rank), checkpoint.path)
     except Exception as caught:
         error = caught
     raise_together(group, error)
@@ -212,6 +214,7 @@ def _resume_newest_good(checkpoint: Checkpoint, notes: tuple[str, ...], engine: 
             aside = f"{checkpoint.path}{DAMAGED}"
             notes = (*notes, f"passing over a damaged checkpoint: {error}; it is set aside as {aside}")
             checkpoint = open_checkpoint(older)
+            check_run(checkpoint)
 
 
 def _set_aside(path: Path) -> Path | None:

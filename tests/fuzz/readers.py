@@ -202,7 +202,8 @@ def damage_run(draw: random.Random, place: Path) -> None:
     if part == "meta":
         meta = body["meta"]
         inner = draw.choice((meta, {name: value for name, value in meta.items() if name not in ("config", "model")}))
-        body["meta"] = {**(meta if inner is not meta else {}), **mutate.tree(draw, {"": inner}).get("", {})}
+        changed = mutate.tree(draw, inner)
+        body["meta"] = {**meta, **changed} if inner is not meta and isinstance(changed, dict) else changed
     else:
         body["files"][0]["state"] = mutate.tree(draw, body["files"][0]["state"])
     path.write_bytes(with_checksum(mutate.written(body)))
@@ -297,7 +298,7 @@ def damage_config(draw: random.Random, place: Path) -> None:
         return
     source.unlink()
     text = mutate.written(tree, yaml=True)
-    if draw.random() < 0.3:
+    if ":" in text and draw.random() < 0.3:
         kinds = "int float bool null timestamp binary set omap pairs str seq map python/object/apply:os.system".split()
         at = draw.choice([place for place, sign in enumerate(text) if sign == ":"])
         text = f"{text[: at + 1]} !!{draw.choice(kinds)} {text[at + 1 :]}"
