@@ -19,9 +19,17 @@ from megazero.errors import ConfigError, near
 from megazero.presets import PRESETS
 from megazero.small_files import read_small
 
+_DEEPEST = 50
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: 1e-4 is a number, 01:30:00 is text, only true and false are booleans; no key twice."""
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        if self.flow_level > _DEEPEST:  # the scanner's time grows with the square of it
+            told = f"brackets inside brackets, more than {_DEEPEST}"
+            raise yaml.scanner.ScannerError(None, None, told, self.get_mark())
+        super().fetch_flow_collection_start(token)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()

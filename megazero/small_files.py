@@ -1,4 +1,4 @@
-"""Files that people write: read whole, but not whatever the size."""
+"""Files that people write, and names in them: read whole, but not whatever the size; of this directory alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import stat
 from pathlib import Path
 
 _MOST = 2**26
+
+
+def is_name(name: object) -> bool:
+    """Whether it is the name of a file in whatever directory, and leads nowhere else."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    try:
+        return len(os.fsencode(name)) <= 255
+    except UnicodeEncodeError:  # half of a character
+        return False
 
 
 def read_small(path: str | os.PathLike[str], pipe: bool = False) -> bytes:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megazero.checkpoint import manifest
 from megazero.errors import CheckpointError
-from megazero.small_files import read_small
+from megazero.small_files import is_name, read_small
 
 REPLACED, SAVING, REMOVING, DAMAGED = ".replaced", ".saving", ".removing", ".damaged"
 _STEP = re.compile(r"step_(\d{8,})(\.replaced)?")
@@ -85,8 +85,7 @@ def latest_tagged(root: str | os.PathLike[str]) -> Path | None:
         return None
     try:
         tag = read_small(root / LATEST).decode().strip()
-        # A name alone: what the file holds may be anything.
-        if tag in ("", "..") or Path(tag).name != tag or "\0" in tag:
+        if not is_name(tag):
             raise CheckpointError(f"{root / LATEST}: names no checkpoint")
         return tagged(root, tag)
     except (CheckpointError, OSError, UnicodeDecodeError) as error:

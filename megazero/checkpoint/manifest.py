@@ -14,6 +14,7 @@ from typing import Any
 from megazero.checkpoint.files import DTYPES
 from megazero.errors import CheckpointError
 from megazero.sharding import Rectangle
+from megazero.small_files import is_name
 
 NAME = "manifest.json"
 FORMAT, VERSION = "megazero checkpoint", 2
@@ -190,7 +191,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
 
 def _decode_file(file: dict[str, Any], parameters: dict[str, tuple[int, ...]]) -> RankFile:
     name, (size,) = file["name"], _sizes([file["size"]])
-    if name == ".." or Path(name).name != name:
+    if not is_name(name):
         raise ValueError(f"{name} is not the name of a file beside it")
 
     def place(tensor: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:

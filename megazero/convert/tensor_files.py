@@ -17,7 +17,7 @@ import torch
 
 from megazero.checkpoint.files import DTYPES
 from megazero.errors import ConvertError
-from megazero.small_files import read_small
+from megazero.small_files import is_name, read_small
 
 Index = tuple[slice, ...] | EllipsisType
 """One slice per dim, without steps; ``...`` is the whole tensor."""
@@ -71,9 +71,7 @@ def read_json(path: Path, missing: str) -> dict[str, Any]:
 
 def _open_shards(index: Path, opener: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
     weight_map = read_json(index, f"{index}: missing").get("weight_map")
-    plain = isinstance(weight_map, dict) and all(
-        isinstance(file, str) and file and Path(file).name == file for file in weight_map.values()
-    )
+    plain = isinstance(weight_map, dict) and all(map(is_name, weight_map.values()))
     if not plain or not weight_map:
         raise ConvertError(f"{index}: its weight_map must give the name of a file beside it for each tensor")
     files = sorted(set(weight_map.values()))
@@ -128,7 +126,7 @@ def _open_safetensors(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError, safetensors.SafetensorError) as error:
         raise ConvertError(f"{path}: {_unreadable(path)} ({error})") from error
     header.pop("__metadata__", None)
     file = _File(path)

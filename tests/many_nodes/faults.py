@@ -172,7 +172,10 @@ def main() -> int:
         for turn in range(arguments.each):
             for fault in arguments.only:
                 seed = f"{arguments.seed} {fault} {turn}"
-                rows.append(disturbed(fault, corpus, seed, arguments.limit, wanted))
+                try:
+                    rows.append(disturbed(fault, corpus, seed, arguments.limit, wanted))
+                except (OSError, subprocess.SubprocessError) as error:
+                    rows.append(Row(fault, 0, f"FAILED ({error!r})", 0, ""))
                 print(rows[-1], flush=True)
     finally:
         print(f"\n{summary(rows)}", flush=True)

@@ -123,9 +123,12 @@ class Machines:
 
     def drop(self, name: str, percent: int) -> None:
         """Lose this share of what arrives at a machine, at random."""
-        table = "table inet faults { chain in { type filter hook input priority 0; "
-        table += f'iifname "eth0" numgen random mod 100 < {percent} drop; }} }}'
-        call(*self.inside(name), "nft", table)
+        for words in (
+            "add table inet faults",
+            "add chain inet faults in { type filter hook input priority 0; }",
+            f"add rule inet faults in iifname eth0 numgen random mod 100 < {percent} drop",
+        ):
+            call(*self.inside(name), "nft", words)
 
     def daemon(self, name: str) -> int:
         """Its sshd, whose mounts its processes see."""
