@@ -23,7 +23,8 @@ def is_name(name: object) -> bool:
 def read_small(path: str | os.PathLike[str], pipe: bool = False) -> bytes:
     """What is in a file of settings or names. ``pipe``: it may be one, as in ``--hostfile <(nodes)``; of another,
     reading might never end. Raises OSError where it cannot be read, and for over 64 MiB."""
-    if not pipe and not stat.S_ISREG(os.stat(path).st_mode):
+    mode = os.stat(path).st_mode
+    if not pipe and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with Path(path).open("rb") as file:
         content = file.read(_MOST + 1)

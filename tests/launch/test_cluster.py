@@ -142,6 +142,17 @@ def test_a_hostfile_cannot_give_ssh_options(tmp_path: Path) -> None:
         read_hostfile(path)
 
 
+def test_a_hostfile_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(LaunchError, match="File too large"):
+        read_hostfile(path)
+    path.write_text("x" * 100_000)
+    with pytest.raises(LaunchError, match=r"line 1: 'x+ … \(98\d+ characters\) … x+'; expected HOST slots=NUMBER"):
+        read_hostfile(path)
+
+
 def test_variables_and_mistakes_in_them(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("A=1\nB = 2\n")
     with pytest.raises(LaunchError, match=r"\.deepspeed_env, line 2: 'B = 2'; expected NAME=VALUE"):
@@ -153,6 +164,9 @@ def test_variables_and_mistakes_in_them(tmp_path: Path) -> None:
     }
     with pytest.raises(LaunchError, match="--env: 'C'; expected NAME=VALUE"):
         exported({}, ["C"], [])
+    (tmp_path / ".deepspeed_env").write_bytes(b"A=\xff\n")
+    with pytest.raises(LaunchError, match=r"\.deepspeed_env: cannot be read"):
+        exported({}, [], [tmp_path])
 
 
 def test_the_cause_is_the_rank_that_came_forward_not_what_followed() -> None:
