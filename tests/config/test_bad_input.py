@@ -206,7 +206,7 @@ def test_files(tmp_path, name, text, words):
         ("train: {seed: &loop [*loop]}", "train.seed", "is not a whole number"),
         ("train: {seed: &loop {again: *loop}}", "train.seed", "a section with 1 fields is not a whole number"),
         ("%s: {}" % ("x" * 1000), "x" * 1000, "unknown field; --help lists all"),
-        ("model: {num_attention_heads: %d}" % 10**12, "model.num_attention_heads", "do not divide"),
+        (f"model: {{num_attention_heads: {10**12}}}", "model.num_attention_heads", "do not divide"),
         ("model: {rope_scaling.type: 1}", "model.rope_scaling.type", "unknown field"),
         ("train.steps: 1", "train.steps", "unknown field"),
         ("model: {rope_scaling: {}}", "model.rope_scaling.type", "is missing"),
