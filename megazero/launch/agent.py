@@ -48,6 +48,7 @@ def run_part(part: Part, command: Sequence[str], directory: str) -> Verdict:
     rendezvous.register()
     listener = rendezvous.listen(part.address, part.port) if part.node == 0 else None
     port = listener.getsockname()[1] if listener is not None else part.port
+    meeting = rendezvous.Meeting(part.address, port, part.node, part.nodes, part.run_id, listener)
     _silence_the_agent()
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, _core_count() // part.nproc))
@@ -65,7 +66,7 @@ def run_part(part: Part, command: Sequence[str], directory: str) -> Verdict:
         rdzv_backend=rendezvous.BACKEND,
         # Numbers and not names: the machine's own name need not resolve.
         rdzv_endpoint=f"{part.address}:{port}",
-        rdzv_configs={"rank": part.node, "listener": listener},
+        rdzv_configs={"meeting": meeting},
         local_addr=part.address if part.node == 0 else None,
         max_restarts=0,
         monitor_interval=0.1,
@@ -77,6 +78,7 @@ def run_part(part: Part, command: Sequence[str], directory: str) -> Verdict:
     worker = str(Path(__file__).with_name("worker.py"))
     try:
         elastic_launch(config, sys.executable)("-u", worker, *command)
+        meeting.leave()
     except ChildFailedError as error:
         return of_failures(error.failures)
     except SignalException as error:

@@ -7,8 +7,8 @@ job of one machine must listen on the loopback alone.
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -23,6 +23,8 @@ from megazero.errors import LaunchError
 BACKEND = "megazero"
 _PATIENCE = timedelta(minutes=5)
 """For the other machines to come."""
+_FAREWELL = timedelta(seconds=10)
+"""For the other machines to be done with the store."""
 
 
 class Meeting(RendezvousHandler):
@@ -69,6 +71,18 @@ class Meeting(RendezvousHandler):
     def shutdown(self) -> bool:
         return True
 
+    def leave(self) -> None:
+        """Called on every machine after a success. The store ends with machine 0's process, so that one goes last."""
+        if self._store is None or self._nodes == 1:
+            return
+        store = dist.PrefixStore(f"{self._run_id}/left", self._store)
+        if self._node != 0:
+            with suppress(dist.DistError):
+                store.set(str(self._node), "")
+            return
+        with suppress(dist.DistError):  # one that died since has its own verdict
+            store.wait([str(node) for node in range(1, self._nodes)], _FAREWELL)
+
 
 def listen(address: str, port: int) -> socket.socket:
     """A socket that listens at this address of this machine; port 0: any free one. LaunchError where it cannot."""
@@ -92,8 +106,4 @@ def register() -> None:
 
 
 def _create(parameters: RendezvousParameters) -> Meeting:
-    settings: dict[str, Any] = parameters.config
-    address, _, port = parameters.endpoint.rpartition(":")
-    return Meeting(
-        address, int(port), settings["rank"], parameters.max_nodes, parameters.run_id, settings.get("listener")
-    )
+    return parameters.config["meeting"]

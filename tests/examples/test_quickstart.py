@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,15 @@ def start(out: Path, *arguments: str, **layout: str) -> subprocess.Popen:
     environment |= {"PYTHON": sys.executable, "OUT": str(out), "CUDA_VISIBLE_DEVICES": "", **layout}
     command = ["bash", str(ROOT / "examples" / "quickstart.sh"), *SHORT, *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, cwd=out.parent, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=out.parent,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -61,16 +70,20 @@ def test_runs_from_text_to_a_sentence(first: tuple[Path, str]):
 
 
 def test_a_second_run_over_the_first_and_one_beside_it(first: tuple[Path, str]):
-    """The second continues what is there, in another layout; one at the same time keeps out of its way."""
+    """The second continues what is there, in another layout; one at the same time keeps out of its way, also where it
+    is ended at once."""
     out, _ = first
     again = start(out, "--train.steps", "6", NPROC="1")
     # Whoever has the lock says where it writes before anything else.
     line = again.stdout.readline()
     assert "1 processes" in line and str(out) in line
-    beside = start(out, "--train.steps", "2", NPROC="2")
-    output, other = finish(again), finish(beside)
+    beside = start(out, NPROC="2")
+    said = beside.stdout.readline()
+    elsewhere = re.search(r"another quickstart is writing to .*; this one goes to (.*)", said)[1]
+    said = beside.stdout.readline()
+    assert f"2 processes: tp=2, pp=1, dp=1; output in {elsewhere}\n" == said and Path(elsewhere) != out
+    os.killpg(beside.pid, signal.SIGTERM)
+    beside.communicate()
+    output = finish(again)
     assert "resumed step 4" in output and "step 6/6" in output
     check_end(output, out / "hf")
-    elsewhere = re.search(r"another quickstart is writing to .*; this one goes to (.*)", other)[1]
-    assert Path(elsewhere) != out and "2 processes: tp=2, pp=1, dp=1" in other
-    check_end(other, Path(elsewhere) / "hf")

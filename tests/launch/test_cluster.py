@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megazero.errors import LaunchError
-from megazero.launch.environment import first_host, other_launcher
+from megazero.launch.environment import first_host, free_port, other_launcher
 from megazero.launch.exported import exported
 from megazero.launch.hosts import Host, choose, read_hostfile
 from megazero.launch.node import interface_to
@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> list[str]:
     ssh.chmod(0o755)
     (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
     command = [sys.executable, "-m", "megazero", "launch", "--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh)]
-    return [*command, "--master_addr", "127.0.0.1", "--master_port", str(29000 + os.getpid() % 900)]
+    return [*command, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
 
 
 def script(tmp_path: Path, source: str) -> str:
