@@ -2,7 +2,7 @@
 
     python tests/many_nodes/start_up.py
 
-Groups are made over torch's fake process group, of which this rank alone exists; manifests are those of Llama-3 70B at
+Groups are made over torch's fake process group, of which this rank alone exists; manifests are those of Llama-3 8B at
 zero.stage 1, every rank's entries from its ShardSpecs; the sample order is that of eight datasets of a trillion tokens.
 """
 
@@ -27,7 +27,7 @@ from data.sample_order import SampleOrder  # noqa: E402
 from megazero.checkpoint import Checkpoint, manifest  # noqa: E402
 from megazero.checkpoint.writer import _assemble  # noqa: E402
 from megazero.config import Config  # noqa: E402
-from megazero.layout import Layout  # noqa: E402
+from megazero.layout import AXES, Layout  # noqa: E402
 from megazero.planner.dry_run import _alone  # noqa: E402
 from megazero.planner.model_state import StageBuffers, stage_buffers  # noqa: E402
 from megazero.sharding import is_counted  # noqa: E402
@@ -46,19 +46,10 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def groups(layout: Layout, rank: int) -> Found:
     with _alone(rank, layout.world_size):
-        made: list[int] = []
-        new_group = dist.new_group
-
-        def counted(ranks: Any = None, **options: Any) -> Any:
-            made.append(len(ranks))
-            return new_group(ranks, **options)
-
-        dist.new_group = dist.distributed_c10d.new_group = counted
-        try:
-            _, seconds = timed(lambda: Topology(layout, rank, torch.device("cpu")))
-        finally:
-            dist.new_group = dist.distributed_c10d.new_group = new_group
-    return {"groups: seconds": seconds}
+        topology, seconds = timed(lambda: Topology(layout, rank, torch.device("cpu")))
+        mine = [topology.group(axis) for axis in AXES]
+        sizes = [dist.get_world_size(group) for group in mine if group is not None]
+    return {"groups: seconds": seconds, "groups: members of this rank's, together": sum(sizes)}
 
 
 def saved(config: Config, layout: Layout) -> list[tuple[manifest.RankFile, dict[str, tuple[int, ...]]]]:
@@ -94,6 +85,7 @@ def manifests(config: Config, layout: Layout) -> Found:
         _, find = timed(lambda: [checkpoint._sources(*box) for box in own])
     return {
         "manifest: MB": len(encoded) / 1e6,
+        "manifest: boxes of a rank": sum(len(file.chunks) for file in contents.files) / layout.world_size,
         "rank 0, a save: puts it together, seconds": assemble + encode,
         "every rank, a resume: reads it, seconds": decode + index,
         "every rank, a resume: finds its own boxes, seconds": find,
@@ -112,8 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     columns: dict[int, Found] = {}
     for world, parallel in WORLDS.items():
-        print(world, time.thread_time(), flush=True)
-        tree = {"model": {"preset": "llama3-70b"}, "parallel": parallel, "zero": {"stage": 1}}
+        tree = {"model": {"preset": "llama3-8b"}, "parallel": parallel, "zero": {"stage": 1}}
         tree |= {"data": {"seq_length": 4096}, "train": {"global_batch_size": 4096}}
         config = Config.from_dict(tree, world_size=world)
         layout = config.layout(world)
