@@ -106,7 +106,7 @@ def _disturbed(
     code, log = end_of(scene, limit), directory / "log"
     seconds = time.monotonic() - begin
     said = re.findall(r"^megazero launch: (.*)$", log.read_text(), re.MULTILINE)
-    how = f"restarted {len(said)} times" if said else "went on"
+    how = f"restarted{' twice' if len(said) == 2 else f' {len(said)} times' if said[2:] else ''}" if said else "went on"
     if kind.says and code not in (0, "HUNG") and re.search(kind.says, said[-1] if said else ""):
         how, log = "stopped, started again by hand", directory / "log2"
         again = Scene(machines, draw, directory, start(machines, corpus, directory, "log2"))

@@ -47,6 +47,7 @@ ReturnToService=2
 MpiDefault=none
 KillWait=30
 GresTypes=gpu
+SlurmdParameters=config_overrides
 NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[26821-26822] CPUs=2 RealMemory=1000 Gres=gpu:8
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -63,11 +64,21 @@ class Slurm:
         self._daemons: list[subprocess.Popen] = []
 
     def __enter__(self) -> Slurm:
+        try:
+            self._set_up()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _set_up(self) -> None:
         place = self.place
         os.chmod(place, 0o755)
         (place / "state").mkdir()
         (place / "slurm.conf").write_text(CONFIG.format(host=socket.gethostname().partition(".")[0], place=place))
-        (place / "gres.conf").write_text("Name=gpu Count=8\n")  # which nobody opens
+        for number in range(8):  # which nobody opens
+            (place / f"gpu{number}").touch()
+        (place / "gres.conf").write_text(f"Name=gpu File={place}/gpu[0-7]\n")
         key = place / "munge.key"
         key.write_bytes(os.urandom(1024))
         os.chmod(key, 0o400)
@@ -78,11 +89,10 @@ class Slurm:
         self._start("slurmctld", "-D")
         for node in ("node1", "node2"):
             self._start("slurmd", "-D", "-N", node)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while self.run("sinfo", "-h", "-o", "%t").split() != ["idle"]:
             assert time.monotonic() < deadline, self.run("sinfo")
             time.sleep(0.5)
-        return self
 
     def _start(self, *words: str) -> None:
         log = (self.place / f"{words[0]}-{len(self._daemons)}.log").open("w")
