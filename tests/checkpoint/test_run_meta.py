@@ -49,7 +49,7 @@ def test_what_a_run_writes_is_taken_and_weights_alone_are_another_matter() -> No
         ("bad_steps", [1.0]),
         ("bad_steps", ["1"] * 7),
         ("run_id", []),
-        ("layout", {"tp": "1"}),
+        ("layout", [1]),
         ("layout", None),
     ],
 )
