@@ -10,6 +10,7 @@ import numpy as np
 from data.indexed import check_ids
 from data.sample_order import Located, SampleOrder
 from data.splits import TokenRange
+from megazero.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class SampleReader:
             tokens[rows] = _windows(part.dataset.tokens, starts, size + 1)
             check_ids(tokens[rows], self._vocab_size, f"{part.dataset.prefix}.bin")
             if part.dataset.mask is not None:
-                weights[rows] = _windows(part.dataset.mask, starts + 1, size)
+                weights[rows] = mask = _windows(part.dataset.mask, starts + 1, size)
+                if mask.max() > 1:
+                    raise DataError(f"{part.dataset.prefix}.mask holds values other than 0 and 1: preprocess again")
             if places is not None and documents is not None:
                 places[rows], documents[rows] = _within_documents(part, starts, size)
         if self._eod_id is not None:
@@ -95,10 +98,14 @@ def _within_documents(part: TokenRange, starts: np.ndarray, size: int) -> tuple[
     dataset = part.dataset
     first = dataset.documents_of(starts)
     last = dataset.documents_of(starts + size - 1)
+    if (last < first).any():
+        raise dataset.damaged("documents do not follow each other")
     begins = np.zeros((len(starts), size), np.int64)
     row = np.repeat(np.arange(len(starts)), last - first)
     later = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
     column = dataset.document_starts(first[row] + 1 + later) - starts[row]
+    if (column < 0).any() or (column >= size).any():
+        raise dataset.damaged("documents do not follow each other")
     begins[row, column] = column
     begins = np.maximum.accumulate(begins, axis=1)
     jumps = np.zeros((len(starts), size), np.int64)

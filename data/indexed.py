@@ -38,6 +38,8 @@ DTYPES: dict[int, np.dtype] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
+_LARGEST_DESCRIPTION = 2**26
+"""Bytes of PREFIX.json."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -134,9 +136,15 @@ class IndexedDataset:
         if not path.is_file():
             return {}
         try:
+            if path.stat().st_size > _LARGEST_DESCRIPTION:
+                raise ValueError(f"{path.stat().st_size} bytes")
             metadata = json.loads(path.read_text("utf-8"))
-            tokens = int(metadata["tokens"])
-        except (ValueError, KeyError, TypeError) as error:
+            tokens = metadata["tokens"]
+            for name in ("tokens", "vocab_size", "eod_id"):
+                value = metadata.get(name, 0)
+                if value is not None and (type(value) is not int or value < 0):
+                    raise ValueError(f"{name} is {repr(value)[:50]}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} is not a dataset description: {error!r}; remove it or preprocess again") from error
         if tokens != self.num_tokens:
             raise DataError(
@@ -172,8 +180,14 @@ class IndexedDataset:
     def __getitem__(self, index: int) -> np.ndarray:
         """The ids of sequence ``index``: (length,), read-only."""
         index = range(self.num_sequences)[index]
-        start = int(self.pointers[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[index])]
+        start, length = int(self.pointers[index]) // self.dtype.itemsize, int(self.lengths[index])
+        if not 0 <= start <= start + length <= self.num_tokens:
+            raise self.damaged(f"sequence {index} is not inside its {self.num_tokens} tokens")
+        return self.tokens[start : start + length]
+
+    def damaged(self, what: str) -> DataError:
+        """The error for an index that has the right size and cannot be right."""
+        return DataError(f"{self.prefix}.idx is damaged: {what}; copy or preprocess again")
 
     def advise_random(self) -> None:
         """Tell the kernel that samples will be read in random order."""
@@ -183,13 +197,13 @@ class IndexedDataset:
         """First token of each document: int64, same shape. ``num_documents`` is allowed: the end of the last one."""
         sequences = self.boundaries[documents]
         if sequences.size and (sequences.min() < 0 or sequences.max() > self.num_sequences):
-            raise DataError(
-                f"{self.prefix}.idx is damaged: a document begins outside its {self.num_sequences} sequences"
-            )
+            raise self.damaged(f"a document begins outside its {self.num_sequences} sequences")
         if self.num_sequences == 0:
             return np.zeros(sequences.shape, np.int64)
         inside = np.minimum(sequences, self.num_sequences - 1)
         starts = self.pointers[inside] // self.dtype.itemsize
+        if starts.size and (starts.min() < 0 or starts.max() > self.num_tokens):
+            raise self.damaged(f"a document begins outside its {self.num_tokens} tokens")
         return np.where(sequences == self.num_sequences, self.num_tokens, starts)
 
     def documents_of(self, tokens: np.ndarray) -> np.ndarray:

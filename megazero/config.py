@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -156,19 +155,18 @@ def _read(tree: Mapping[str, Any]) -> tuple[Config, list[tuple[str, str]]]:
         return Config.model_validate(tree), []
     except ValidationError as error:
         found = describe_errors(error, Config)
-        reduced = copy.deepcopy(dict(tree))
+        reduced = dict(tree)
         for field, _ in found:
-            _remove(reduced, field.split("."))
+            reduced = _without(reduced, field.split("."))
         return _read(reduced)[0], found
 
 
-def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
-    """Take a field out of the tree; where its absence is what is wrong, the section that lacks it."""
-    *above, last = path
-    node = tree
-    for name in above:
-        node = node[name]
-    if last in node:
-        del node[last]
-    else:
-        _remove(tree, above)
+def _without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """A copy of the tree without a field; where its absence is what is wrong, without the section that lacks it."""
+    first, *rest = path
+    if first not in tree:  # the name has dots of its own
+        return {name: value for name, value in tree.items() if not name.startswith(f"{first}.")}
+    inner = tree[first]
+    if isinstance(inner, Mapping) and rest and not (len(rest) == 1 and rest[0] not in inner):
+        return {**tree, first: _without(inner, rest)}
+    return {name: value for name, value in tree.items() if name != first}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import textwrap
@@ -16,12 +15,28 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megazero.config_rules import either
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, near
 from megazero.presets import PRESETS
+from megazero.small_files import read_small
+
+_DEEPEST = 50
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: 1e-4 is a number, 01:30:00 is text, only true and false are booleans; no key twice."""
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        if self.flow_level > _DEEPEST:  # the scanner's time grows with the square of it
+            told = f"brackets inside brackets, more than {_DEEPEST}"
+            raise yaml.scanner.ScannerError(None, None, told, self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            told = f"{event.tag} is a tag, which settings have no use for; leave it out"
+            raise yaml.composer.ComposerError(None, None, told, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -48,7 +63,7 @@ def read_file(path: str) -> dict[str, Any]:
     if suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError.single("--config", f"{path} must end in .yaml, .yml or .json")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_small(path).decode("utf-8")
         tree = json.loads(text) if suffix == ".json" else yaml.load(text, Loader=_Loader)
     except OSError as error:
         raise ConfigError.single("--config", f"cannot read {path}: {error.strerror}") from error
@@ -245,25 +260,24 @@ def _unknown(name: str, known: Sequence[str], what: str, prefix: str = "") -> st
     leaf = name.split(".")[-1]
     leaves = {path.split(".")[-1]: path for path in known}
     sections = list(dict.fromkeys(path.split(".")[0] for path in known))
-    close = difflib.get_close_matches
-    near = [
+    likely = [
         *([leaves[leaf]] if leaf in leaves else []),
-        *([] if "." in name else close(name, sections, n=1)),
-        *close(name, known, n=1, cutoff=0.75),
-        *[leaves[match] for match in close(leaf, list(leaves), n=1)],
+        *([] if "." in name else near(name, sections)),
+        *near(name, known, cutoff=0.75),
+        *[leaves[match] for match in near(leaf, list(leaves))],
     ]
-    return f"unknown {what}; " + (f"did you mean {prefix}{near[0]}?" if near else "--help lists all")
+    return f"unknown {what}; " + (f"did you mean {prefix}{likely[0]}?" if likely else "--help lists all")
 
 
 def _nearest(value: str, choices: Sequence[str], only_close: bool = False) -> str:
-    close = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.5)
+    close = near(value.lower(), choices, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]}?"
     return "" if only_close else f"; there are {', '.join(choices)}"
 
 
-def _written(value: Any) -> str:
-    """A value as a user writes it."""
+def _written(value: Any, depth: int = 3) -> str:
+    """A value as a user writes it; of lists in lists only the outer ones, which aliases may have made endless."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
@@ -271,5 +285,7 @@ def _written(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return " ".join(map(_written, value))
+        return " ".join(_written(part, depth - 1) for part in value[:20]) if depth else "…"
+    if isinstance(value, dict):
+        return f"a section with {len(value)} fields"
     return repr(value) if isinstance(value, str) else str(value)

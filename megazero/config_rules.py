@@ -5,6 +5,7 @@ A message names every field it rests on, so that a report can leave out what onl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,8 @@ def world_problems(config: Config, world_size: int) -> Problems:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def either(choices: Sequence[object]) -> str:

@@ -19,6 +19,7 @@ from megazero.course import Course
 from megazero.divergence import find_divergence, roll_back
 from megazero.errors import DivergenceError, LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
+from megazero.launch.rendezvous import own_store
 from megazero.optim.schedule import learning_rate
 from megazero.optim.step import OptimizerStep, StepSums
 from megazero.pipeline.executor import Executor
@@ -442,10 +443,12 @@ def start_process_group(environment: ProcessEnvironment, device: torch.device, t
     if environment.world_size == 1 or dist.is_initialized():
         return False
     record_collectives()
+    limit = timedelta(seconds=timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=timedelta(seconds=timeout),
+        timeout=limit,
+        store=own_store(environment.rank, environment.world_size, limit),
     )
     return True

@@ -5,11 +5,31 @@ Our own invariants use ``assert``; everything a user can cause ends here.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
+
+_LONGEST_LINE, _LONGEST_NAME = 2000, 100
 
 
 class MegazeroError(Exception):
     """Base of every error that is the user's to mend. The launcher prints it without a traceback."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(_shortened, str(message).split("\n"))))
+
+
+def _shortened(line: str) -> str:
+    """A line of at most 2000 characters: what a message quotes may be a whole file, but its ends say what and why."""
+    if len(line) <= _LONGEST_LINE:
+        return line
+    half = _LONGEST_LINE // 2
+    return f"{line[:half]} … ({len(line) - 2 * half} characters) … {line[-half:]}"
+
+
+def near(name: str, known: Sequence[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
+    """At most ``n`` of the known names that a user may have meant, the nearest first. None for what is far longer than
+    a name, with which the search would take minutes."""
+    return difflib.get_close_matches(name, known, n, cutoff) if len(name) <= _LONGEST_NAME else []
 
 
 class ConfigError(MegazeroError):

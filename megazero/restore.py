@@ -30,7 +30,8 @@ from megazero.checkpoint import (
 )
 from megazero.checkpoint.background import BackgroundSaver
 from megazero.checkpoint.locate import DAMAGED, VERIFIED, set_aside, step_directory
-from megazero.checkpoint.rng import rng_state, set_rng_state
+from megazero.checkpoint.rng import check_rng_state, rng_state, set_rng_state
+from megazero.checkpoint.run_meta import check_run
 from megazero.checkpoint.store_group import StoreGroup
 from megazero.checkpoint.verifier import Verifier
 from megazero.checkpoint.writer import AnyChunk
@@ -134,6 +135,7 @@ def find_start(config: Config) -> Start:
     if resumed is not None:
         checkpoint = open_checkpoint(resumed)
         checkpoint.check_matches(shapes)
+        check_run(checkpoint)
         return Start(resume=checkpoint, notes=notes)
     if config.model.init_from:
         return Start(weights=_initial_weights(config), notes=notes)
@@ -218,7 +220,7 @@ def _verify(
             for _, piece, box in block.layout.boxes(*block.owned)
         )
         if rank_state:
-            checkpoint.rank_state(group.rank)
+            check_rng_state(checkpoint.rank_state(group.rank), checkpoint.path)
     except Exception as caught:
         error = caught
     raise_together(group, error)
@@ -239,6 +241,7 @@ def _opened(path: Path, group: Group) -> Checkpoint:
     error = None
     try:
         checkpoint = Checkpoint(path)
+        check_run(checkpoint)
     except CheckpointError as caught:
         error = caught
     raise_together(group, error)

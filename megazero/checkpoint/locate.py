@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import warnings
 from pathlib import Path
 
 from megazero.checkpoint import manifest
 from megazero.errors import CheckpointError
+from megazero.small_files import is_name, read_small
 
 REPLACED, SAVING, REMOVING, DAMAGED = ".replaced", ".saving", ".removing", ".damaged"
 VERIFIED = "verified"
@@ -84,9 +86,8 @@ def latest_tagged(root: str | os.PathLike[str]) -> Path | None:
     if not root.is_dir():
         return None
     try:
-        tag = (root / LATEST).read_text().strip()
-        # A name alone: what the file holds may be anything.
-        if not tag or Path(tag).name != tag:
+        tag = read_small(root / LATEST).decode().strip()
+        if not is_name(tag):
             raise CheckpointError(f"{root / LATEST}: names no checkpoint")
         return tagged(root, tag)
     except (CheckpointError, OSError, UnicodeDecodeError) as error:
@@ -117,9 +118,12 @@ def read_whole(directory: Path) -> manifest.Manifest:
     for file in contents.files:
         path = directory / file.name
         try:
-            size = path.stat().st_size
+            status = path.stat()
         except OSError as error:
             raise CheckpointError(f"{path}: missing ({error.strerror}), so the checkpoint cannot be loaded") from error
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):  # of a pipe, reading would never end
+            raise CheckpointError(f"{path}: is no file, so the checkpoint cannot be loaded")
         if size != file.size:
             raise CheckpointError(f"{path}: {size} bytes, {file.size} were written: the file is damaged or cut short")
     return contents

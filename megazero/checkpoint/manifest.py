@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from megazero.checkpoint.files import DTYPES
 from megazero.errors import CheckpointError
 from megazero.sharding import Rectangle
+from megazero.small_files import is_name
 
 NAME = "manifest.json"
 FORMAT, VERSION = "megazero checkpoint", 2
@@ -148,11 +150,15 @@ def read(directory: Path) -> Manifest:
     """The manifest of a checkpoint directory; CheckpointError where it is missing, damaged or of a newer format."""
     path = directory / NAME
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path}: is no file, so {directory} is no checkpoint, or a damaged one")
         data = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: holds no {NAME}: it is no checkpoint, or a damaged one") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except MemoryError:
+        raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes do not fit into memory") from None
     line, _, rest = data.partition(b"\n")
     if line + b"\n" != _CHECKSUM_LINE.format(zlib.crc32(rest)).encode():
         raise CheckpointError(
@@ -185,7 +191,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
 
 def _decode_file(file: dict[str, Any], parameters: dict[str, tuple[int, ...]]) -> RankFile:
     name, (size,) = file["name"], _sizes([file["size"]])
-    if name == ".." or Path(name).name != name:
+    if not is_name(name):
         raise ValueError(f"{name} is not the name of a file beside it")
 
     def place(tensor: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+
+from megazero.errors import CheckpointError
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -13,6 +16,14 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     if device.type == "cuda":
         state["rng_cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def check_rng_state(state: Mapping[str, torch.Tensor], where: Path) -> None:
+    """CheckpointError unless ``set_rng_state`` can take what the checkpoint at ``where`` holds."""
+    try:
+        torch.Generator().set_state(state["rng_cpu"])
+    except (KeyError, TypeError, RuntimeError):
+        raise CheckpointError(f"{where}: the state of a rank's random generator is not as it was written") from None
 
 
 def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:

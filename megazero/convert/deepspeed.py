@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.checkpoint import manifest
 from megazero.convert.configs import read_config, read_tokens, shapes_of
 from megazero.convert.deepspeed_files import ZeroFiles
 from megazero.convert.families import HEAD
@@ -20,15 +21,15 @@ from megazero.sharding import Rectangle
 
 _POINTER = "latest"
 _MODEL_FILES = "*mp_rank_*_model_states.pt"
-_OWN_FORMS = ("model.safetensors*", "pytorch_model.bin*")
+_OTHER_FORMS = ("model.safetensors*", "pytorch_model.bin*", f"*/{manifest.NAME}")
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether DeepSpeed wrote the folder, or it holds tags that it wrote and no model in Hugging Face's form."""
+    """Whether DeepSpeed wrote the folder, or it holds tags that it wrote, and no model of Hugging Face's or ours."""
     if any(path.glob(_MODEL_FILES)):
         return True
     tagged = (path / _POINTER).is_file() or any(path.glob(f"global_step*/{_MODEL_FILES}"))
-    return tagged and not any(next(path.glob(form), None) for form in _OWN_FORMS)
+    return tagged and not any(next(path.glob(form), None) for form in _OTHER_FORMS)
 
 
 class DeepSpeedWeights:

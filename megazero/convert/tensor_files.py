@@ -17,6 +17,7 @@ import torch
 
 from megazero.checkpoint.files import DTYPES
 from megazero.errors import ConvertError
+from megazero.small_files import is_name, read_small
 
 Index = tuple[slice, ...] | EllipsisType
 """One slice per dim, without steps; ``...`` is the whole tensor."""
@@ -56,7 +57,7 @@ def open_files(directory: Path) -> dict[str, Stored]:
 def read_json(path: Path, missing: str) -> dict[str, Any]:
     """The object in a JSON file; ConvertError, with the message ``missing`` where there is no file."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_small(path))
     except FileNotFoundError:
         raise ConvertError(missing) from None
     except RecursionError:
@@ -70,9 +71,7 @@ def read_json(path: Path, missing: str) -> dict[str, Any]:
 
 def _open_shards(index: Path, opener: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
     weight_map = read_json(index, f"{index}: missing").get("weight_map")
-    plain = isinstance(weight_map, dict) and all(
-        isinstance(file, str) and file and Path(file).name == file for file in weight_map.values()
-    )
+    plain = isinstance(weight_map, dict) and all(map(is_name, weight_map.values()))
     if not plain or not weight_map:
         raise ConvertError(f"{index}: its weight_map must give the name of a file beside it for each tensor")
     files = sorted(set(weight_map.values()))
@@ -118,6 +117,7 @@ class _File:
 
 
 def _open_safetensors(path: Path) -> dict[str, Stored]:
+    _check_is_file(path)
     try:
         # The library checks that the header and the file's size fit each other; it reads by memory map, whose pages
         # would count as this process's memory, so the tensors are read here.
@@ -126,7 +126,7 @@ def _open_safetensors(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError, safetensors.SafetensorError) as error:
         raise ConvertError(f"{path}: {_unreadable(path)} ({error})") from error
     header.pop("__metadata__", None)
     file = _File(path)
@@ -168,6 +168,7 @@ def _reader(
 
 
 def _open_bin(path: Path) -> dict[str, Stored]:
+    _check_is_file(path)
     try:
         # Mapped, so that only what is asked for is read; old files are no zip archive and cannot be.
         zipped = _starts_with(path, b"PK")
@@ -193,13 +194,17 @@ def _copying(tensor: torch.Tensor) -> Callable[[Index], torch.Tensor]:
     return lambda index: tensor[index].clone()
 
 
+def _check_is_file(path: Path) -> None:
+    """Of a pipe, reading would never end."""
+    if not path.is_file():
+        raise ConvertError(f"{path}: {_unreadable(path)}")
+
+
 def _unreadable(path: Path) -> str:
     if not path.is_file():
-        return (
-            "a directory, not a file"
-            if path.exists()
-            else f"a link to {path.readlink()}, which is missing: copy it too"
-        )
+        if path.exists():
+            return f"a {'directory' if path.is_dir() else 'pipe or device'}, not a file"
+        return f"a link to {path.readlink()}, which is missing: copy it too"
     if _starts_with(path, b"version https://git-lfs"):
         return "a Git LFS pointer, not the weights: fetch them with git lfs pull"
     return "damaged or cut short"

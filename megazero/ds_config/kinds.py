@@ -18,6 +18,10 @@ class Kind:
     read: Callable[[Any], Any]
 
 
+_NO_NUMBER = 10**300
+"""Beyond what a float holds Python's integers go on, but nothing that counts or measures here."""
+
+
 def _as_number(value: Any) -> float | int:
     """A finite number, also one that a template or a shell has left as a string; never a boolean."""
     if isinstance(value, str):
@@ -27,7 +31,7 @@ def _as_number(value: Any) -> float | int:
             except ValueError:
                 continue
             break
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _NO_NUMBER:
         raise ValueError(f"{value!r} must be a number")
     return value
 

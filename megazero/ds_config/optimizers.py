@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from megazero.ds_config.kinds import BOOLEAN
 from megazero.ds_config.tree import OptimizerChoice
+from megazero.errors import near
 
 # Each updates an element from that element's gradient and state alone. The last two are other libraries' Adam.
 _ELEMENTWISE = (
@@ -103,8 +103,8 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[OptimizerChoice | None
         if name.lower() in [lacking.lower() for lacking in _LACKING]:
             message = f"{name}: megazero does not have it; give an optimizer object to initialize"
         else:
-            near = difflib.get_close_matches(name.lower(), list(known), n=1)
-            hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(sorted(known.values()))}"
+            close = near(name.lower(), list(known), n=1)
+            hint = f"did you mean {known[close[0]]}?" if close else f"there are {', '.join(sorted(known.values()))}"
             message = f"{name!r} is neither Lion nor in torch.optim; {hint}"
         return None, [("optimizer.type", message)]
     if exact in _REFUSED:
@@ -119,8 +119,8 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[OptimizerChoice | None
         arguments.pop("set_grad_none", None)
     allowed = list(inspect.signature(_class(exact).__init__).parameters)[2:]
     for argument in [argument for argument in arguments if argument not in allowed]:
-        near = difflib.get_close_matches(argument, allowed, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
+        close = near(argument, allowed, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(allowed)}"
         found.append((f"optimizer.params.{argument}", f"{exact} has no such argument; {hint}"))
     arguments = {argument: _plain(value) for argument, value in arguments.items()}
     if not found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -28,7 +27,8 @@ from megazero.ds_config.tree import (
     WandbMonitor,
     Zero,
 )
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, near
+from megazero.small_files import read_small
 
 AUTO = "auto"
 _MOMENTS, _MASTERS = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
@@ -57,14 +57,18 @@ def load_ds_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError.single("ds_config", f"is a {type(source).__name__}; give a dict or the path of a JSON file")
     where = str(source)
     try:
-        value = json.loads(Path(source).read_bytes(), object_pairs_hook=_without_duplicates)
+        value = json.loads(read_small(source), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise ConfigError.single(where, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError.single(where, "is not a text file") from None
+    except RecursionError:
+        raise ConfigError.single(where, "is nested too deeply") from None
     except json.JSONDecodeError as error:
         message = f"line {error.lineno}, column {error.colno}: {error.msg}; it must be JSON, without comments"
         raise ConfigError.single(where, message) from None
+    except ValueError as error:  # a number of thousands of digits, a path with a zero byte
+        raise ConfigError.single(where, f"cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError.single(where, f"holds a {type(value).__name__}, not an object of settings")
     return value
@@ -188,15 +192,13 @@ def _unknown(path: str) -> str:
     beside = [known for known in (*KEYS, *SECTIONS) if known.rpartition(".")[0] == section]
     names = [known.rpartition(".")[2] for known in beside]
     # Many keys differ in a long prefix only.
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7) or [
-        known for known in names if name and known.endswith(name)
-    ]
+    close = near(name, names, n=1, cutoff=0.7) or [known for known in names if name and known.endswith(name)]
     if close:
         return f"DeepSpeed has no such key; did you mean {section + '.' if section else ''}{close[0]}?"
     if elsewhere:
         return f"DeepSpeed has no such key here; did you mean {elsewhere[0]}?"
     every = {known.rpartition(".")[2]: known for known in (*SECTIONS, *KEYS)}
-    far = difflib.get_close_matches(name, list(every), n=1, cutoff=0.75)
+    far = near(name, list(every), n=1, cutoff=0.75)
     return f"DeepSpeed has no such key; {f'did you mean {every[far[0]]}?' if far else 'leave it out'}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from megazero.ds_config.schedules import (
     WarmupLR,
 )
 from megazero.ds_config.tree import SchedulerChoice
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, near
 
 
 def make_scheduler(choice: SchedulerChoice, optimizer: Any) -> Any:
@@ -122,8 +121,8 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[SchedulerChoice | None
     kind = getattr(torch.optim.lr_scheduler, name, None)
     known = [*PARAMETERS, *(each for each in _torch_schedulers() if each not in _NOT_FROM_JSON)]
     if name not in known:
-        near = difflib.get_close_matches(name.lower(), [each.lower() for each in known], n=1)
-        meant = next((each for each in known if near and each.lower() == near[0]), None)
+        close = near(name.lower(), [each.lower() for each in known], n=1)
+        meant = next((each for each in known if close and each.lower() == close[0]), None)
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
         what = "cannot be described in JSON" if kind is not None else "is no schedule of DeepSpeed or torch"
         return None, [("scheduler.type", f"{name!r} {what}; {hint}")]
@@ -144,8 +143,8 @@ def _choose_own(name: str, params: Mapping[str, Any]) -> tuple[SchedulerChoice |
     known, arguments, found = {key.name: key for key in PARAMETERS[name]}, {}, []
     for argument, value in params.items():
         if argument not in known:
-            near = difflib.get_close_matches(argument, list(known), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            close = near(argument, list(known), n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             found.append((f"scheduler.params.{argument}", f"{name} has no such argument; {hint}"))
             continue
         try:

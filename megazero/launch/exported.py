@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megazero.errors import LaunchError
+from megazero.small_files import read_small
 
 _PREFIXES = (
     "NCCL_",
@@ -31,7 +32,11 @@ def exported(environment: Mapping[str, str], given: Sequence[str], places: Seque
     found = {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
     for place in places:
         if (place / FILE).is_file():
-            for number, line in enumerate((place / FILE).read_text().splitlines(), start=1):
+            try:
+                lines = read_small(place / FILE).decode().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise LaunchError(f"{place / FILE}: cannot be read: {error}") from None
+            for number, line in enumerate(lines, start=1):
                 if line.strip() and not line.lstrip().startswith("#"):
                     found |= _pair(line.strip(), f"{place / FILE}, line {number}")
             break
@@ -42,7 +47,7 @@ def exported(environment: Mapping[str, str], given: Sequence[str], places: Seque
 
 def _pair(text: str, where: str) -> dict[str, str]:
     name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name) or "\0" in value:
         raise LaunchError(f"{where}: {text!r}; expected NAME=VALUE")
     return {name: value}
 

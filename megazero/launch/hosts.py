@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megazero.errors import LaunchError
+from megazero.small_files import read_small
 
 HERE = ("localhost", "127.0.0.1")
 
@@ -27,7 +28,7 @@ class Host(NamedTuple):
 def read_hostfile(path: Path) -> list[Host]:
     """Lines of ``HOST slots=N``; what follows a # is none of it. Raises LaunchError with the line's number."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_small(path, pipe=True).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--hostfile {path}: cannot be read: {error}") from None
     hosts: dict[str, Host] = {}

@@ -6,6 +6,7 @@ job of one machine must listen on the loopback alone.
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
@@ -98,6 +99,17 @@ def listen(address: str, port: int) -> socket.socket:
             f"first machine, and --master_port one that is free there"
         ) from None
     return listener
+
+
+def own_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """The store of a job of one machine whose processes srun or mpirun has started: at its loopback alone, where
+    MASTER_ADDR says so. None where torch is to make it: of several machines, or by torchrun's agent."""
+    address = os.environ.get("MASTER_ADDR", "")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or address not in ("127.0.0.1", "localhost"):
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    descriptor = {"master_listen_fd": listen("127.0.0.1", port).detach()} if rank == 0 else {}
+    return dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, **descriptor)
 
 
 def register() -> None:

@@ -6,12 +6,11 @@ Pure Python, no torch: what a name means for a model's parameters is known witho
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, near
 from megazero.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -118,6 +117,6 @@ def _registered_attention(name: str) -> _AttentionVariant:
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    close = near(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{name!r} is not known; {hint}choose one of {', '.join(names)}, or register it before the config is read"

@@ -5,7 +5,6 @@ A user's own YAML or JSON file may add a chip, or change one: ``based_on`` names
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megazero.config_cli import describe_errors, read_file
 from megazero.config_tree import merged
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, near
 
 GIB = 2**30
 
@@ -175,8 +174,8 @@ def load_chip(text: str) -> Chip:
     if Path(text).suffix.lower() not in (".yaml", ".yml", ".json"):
         name = text.lower()
         if name not in CHIPS:
-            near = difflib.get_close_matches(name, CHIPS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CHIPS)}."
+            close = near(name, CHIPS, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(CHIPS)}."
             raise ConfigError.single("--gpu", f"unknown chip {text!r}; {hint} A file of yours ends in .yaml or .json")
         return CHIPS[name]
     try:

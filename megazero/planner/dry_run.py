@@ -260,7 +260,9 @@ class _Counted(Transfers):
         super().__init__(dist.group.WORLD, range(0), shape, dtype, torch.device("meta"))
         self._counter = counter
 
-    def issue(self, peer: int, sends: Sequence[torch.Tensor], receives: int) -> list[Receipt]:
+    def issue(
+        self, peer: int, sends: Sequence[torch.Tensor], receives: int, outputs: Sequence[torch.Tensor] = ()
+    ) -> list[Receipt]:
         received = [torch.empty(self.shape, dtype=self.dtype, device=self.device) for _ in range(receives)]
         for kind, tensors in (("send", sends), ("recv", received)):
             for tensor in tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import zlib
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from megazero.checkpoint import newest, newest_or_none, open_checkpoint, save
+from megazero.checkpoint.locate import latest_tagged
+from megazero.convert import open_weights
 from megazero.errors import CheckpointError
 from tests.checkpoint import states
 from tests.checkpoint.thread_group import run_ranks
@@ -115,6 +118,16 @@ def other_manifest(directory: Path) -> None:
     (directory / "manifest.json").write_text('{"checksum": "00000000",\n"step": 1}')
 
 
+def pipe_for_rank(directory: Path) -> None:
+    remove_rank(directory)
+    os.mkfifo(directory / "rank_00001.safetensors")
+
+
+def pipe_for_manifest(directory: Path) -> None:
+    no_manifest(directory)
+    os.mkfifo(directory / "manifest.json")
+
+
 def no_manifest(directory: Path) -> None:
     (directory / "manifest.json").unlink()
 
@@ -125,6 +138,8 @@ DAMAGE = [
     (empty_manifest, r"manifest\.json: damaged \(0 bytes"),
     (other_manifest, r"manifest\.json: damaged"),
     (no_manifest, r"holds no manifest\.json"),
+    (pipe_for_rank, r"rank_00001\.safetensors: is no file"),
+    (pipe_for_manifest, r"manifest\.json: is no file"),
 ]
 
 
@@ -189,6 +204,11 @@ def no_files(body: dict) -> None:
         (edit_file(name="../elsewhere/rank_00000.safetensors"), "is not the name of a file beside it"),
         (edit_file(name="/etc/passwd"), "is not the name of a file beside it"),
         (edit_file(name=".."), "is not the name of a file beside it"),
+        (edit_file(name=""), "is not the name of a file beside it"),
+        (edit_file(name="a\0b"), "is not the name of a file beside it"),
+        (edit_file(name="\ud800"), "is not the name of a file beside it"),
+        (edit_file(name="x" * 300), "is not the name of a file beside it"),
+        (edit_file(name=7), "is not the name of a file beside it"),
         (edit_file(size=-1), "not sizes"),
         (edit_chunk(start=-8), "not sizes"),
         (edit_chunk(start=10**15), "is not inside the .* bytes of rank_00000.safetensors"),
@@ -215,6 +235,20 @@ def test_a_manifest_edited_by_hand_leads_nowhere(broken, edit, message):
     (broken / "manifest.json").write_bytes(b'{"checksum": "%08x",\n' % zlib.crc32(rest) + rest)
     with pytest.raises(CheckpointError, match=rf"manifest\.json: not as it was written.*{message}"):
         open_checkpoint(broken)
+
+
+def test_latest_leads_nowhere_else(broken):
+    """A name in a file: it is the name of a directory beside it, or none."""
+    root = broken.parent / "root"
+    root.mkdir()
+    shutil.copytree(broken, root / "tag")
+    shutil.copy(broken / "manifest.json", root.parent / "manifest.json")
+    for name in ("..", "../" + broken.name, "a\0b", "", "x" * 300):
+        (root / "latest").write_text(name)
+        with pytest.warns(UserWarning, match="latest: names no checkpoint; using"):
+            assert latest_tagged(root) == root / "tag"
+    (root / "latest").write_text("tag")
+    assert open_weights(root).parameters == states.SHAPES, "DeepSpeed has such a file too"
 
 
 def test_one_that_is_removed_while_it_is_read_is_not_called_damaged(broken):

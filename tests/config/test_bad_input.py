@@ -179,7 +179,11 @@ def test_what_follows_from_a_wrong_field_is_not_reported():
         ("a.yaml", "train: {steps: 08}\ntrain:\n", "'train' is given twice"),
         ("a.json", '{"train": }', "line 1"),
         ("a.json", "[" * 200_000, "recursion"),
-        ("a.yaml", "[" * 2_000, "recursion"),
+        ("a.yaml", "[" * 2_000, "brackets inside brackets, more than 50"),
+        ("a.yaml", "- " * 2_000, "recursion"),
+        ("a.yaml", "train: {deterministic: !!bool maybe}", "is a tag, which settings have no use for"),
+        ("a.yaml", "train: !!python/object/apply:os.system [exit]", "is a tag, which settings have no use for"),
+        ("a.yaml", "train: {seed: %s}" % ("9" * 5000), "digits"),
         ("a.txt", "", "must end in .yaml, .yml or .json"),
     ],
 )
@@ -188,6 +192,35 @@ def test_files(tmp_path, name, text, words):
     path.write_text(text)
     found = problems(["--config", str(path)])
     assert str(path) in found["--config"] and words in found["--config"]
+
+
+@pytest.mark.parametrize(
+    "text, field, words",
+    [
+        # Lists of aliases of lists: the error would show nine to the power of thirty of them.
+        (
+            "data: {train: [&b0 [x], " + ", ".join(f"&b{n} [{f'*b{n - 1}, ' * 9}]" for n in range(1, 30)) + "]}",
+            "data.train",
+            "must be a prefix, or weights and prefixes in turn",
+        ),
+        ("train: {seed: &loop [*loop]}", "train.seed", "is not a whole number"),
+        ("train: {seed: &loop {again: *loop}}", "train.seed", "a section with 1 fields is not a whole number"),
+        ("%s: {}" % ("x" * 1000), "x" * 1000, "unknown field; --help lists all"),
+        (f"model: {{num_attention_heads: {10**12}}}", "model.num_attention_heads", "do not divide"),
+        ("model: {rope_scaling.type: 1}", "model.rope_scaling.type", "unknown field"),
+        ("train.steps: 1", "train.steps", "unknown field"),
+        ("model: {rope_scaling: {}}", "model.rope_scaling.type", "is missing"),
+    ],
+)
+def test_files_that_would_keep_it_busy_or_lead_it_astray(tmp_path, text, field, words):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    assert words in problems(["--config", str(path)])[field]
+
+
+def test_a_message_is_no_longer_than_can_be_read():
+    message = str(ConfigError.single("field", "x" * 100_000 + " is wrong; leave it out"))
+    assert len(message) < 2100 and message.startswith("field: xxx") and message.endswith(" is wrong; leave it out")
 
 
 def test_missing_file(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -190,6 +191,16 @@ def a_directory(directory: Path) -> None:
     (directory / "model.safetensors").mkdir()
 
 
+def pipe(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    os.mkfifo(directory / "model.safetensors")
+
+
+def pipe_for_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    os.mkfifo(directory / "config.json")
+
+
 def sparse_bin(directory: Path) -> None:
     tensors = safetensors.torch.load_file(directory / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to_sparse()
@@ -270,6 +281,10 @@ def elsewhere(directory: Path) -> None:
     shards(directory, {NORM: "../a.safetensors"}, a=["rest"])
 
 
+def endless_name(directory: Path) -> None:
+    shards(directory, {NORM: "a" * 300}, a=["rest"])
+
+
 def no_index(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
 
@@ -315,6 +330,7 @@ def no_config(directory: Path) -> None:
         (not_where_it_should_be, r"a.safetensors: has no tensor model.gone, which model.safetensors.index.json says"),
         (no_names, r"index.json: its weight_map must give the name of a file beside it"),
         (elsewhere, r"index.json: its weight_map must give the name of a file beside it"),
+        (endless_name, r"index.json: its weight_map must give the name of a file beside it"),
         (no_index, "nor pytorch_model.bin, whole or in shards with their index; it holds model-00001-of-00001"),
         (deep_json, "config.json: cannot be read: nested too deeply"),
         (list_json, "config.json: not a JSON object"),
@@ -325,6 +341,8 @@ def no_config(directory: Path) -> None:
         (twin, "model.safetensors: norm.weight and model.norm.weight are the same tensor|model.norm.weight and norm.w"),
         (dangling, "model.safetensors: a link to ../../blobs/0123, which is missing"),
         (a_directory, "model.safetensors: a directory, not a file"),
+        (pipe, "model.safetensors: a pipe or device, not a file"),
+        (pipe_for_config, "config.json: cannot be read: .*not a regular file"),
         (sparse_bin, "pytorch_model.bin: model.norm.weight is a tensor sparse"),
         (meta_bin, "pytorch_model.bin: model.norm.weight is a tensor without values"),
         (hub_cache, "the models of this cache are in snapshots/"),

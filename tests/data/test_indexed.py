@@ -1,14 +1,16 @@
 """Reading and writing .bin/.idx: bytes on disk, and damage of every kind."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
 from data.indexed import IndexedDataset, token_dtype
 from data.indexed_writer import DatasetWriter
+from data.sources import build_sources
 from megazero.errors import DataError
-from tests.data.helpers import snapshot, write_dataset
+from tests.data.helpers import settings, snapshot, write_dataset
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 
@@ -131,10 +133,16 @@ def overwrite(path, offset, data):
         (lambda p: (p / "d.json").write_text('{"tokens": 9}'), "describes 9 tokens, but .* holds 8"),
         (lambda p: (p / "d.json").write_text("{"), "not a dataset description"),
         (lambda p: (p / "d.json").write_text("[]"), "not a dataset description"),
+        (lambda p: (p / "d.json").write_text("[" * 100_000), "not a dataset description"),
+        (lambda p: (p / "d.json").write_text('{"tokens": Infinity}'), "not a dataset description.*tokens is inf"),
+        (lambda p: (p / "d.json").write_text('{"tokens": 8, "vocab_size": "9"}'), "vocab_size is '9'"),
+        (lambda p: (p / "d.json").write_text('{"tokens": 8, "eod_id": -1}'), "eod_id is -1"),
+        (lambda p: os.truncate(p / "d.json", 2**40), "not a dataset description"),
     ],
 )
 def test_damage_is_an_error_at_open(tmp_path, damage, message):
     prefix = write_dataset(tmp_path / "d", DOCUMENTS)
+    (tmp_path / "d.json").write_text('{"tokens": 8}')
     assert (tmp_path / "d.idx").stat().st_size == 122
     damage(tmp_path)
     with pytest.raises(DataError, match=message):
@@ -163,6 +171,33 @@ def test_verify_finds_what_opening_cannot_see(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix).verify()
+
+
+@pytest.mark.parametrize(
+    "name, at, number, message",
+    [
+        ("idx", 34 + 16 + 16, b"\xff" * 8, "a document begins outside its 8 tokens"),
+        ("idx", 34 + 16 + 17, b"\x01", "a document begins outside its 8 tokens"),
+        ("idx", 34 + 48 + 16, b"\x07", "a document begins outside its 4 sequences"),
+        ("idx", 34 + 16 + 16, b"\x04", "documents do not follow each other"),
+        ("mask", 5, b"\xff", "d.mask holds values other than 0 and 1"),
+    ],
+)
+def test_damage_that_is_met_while_reading(tmp_path, name, at, number, message):
+    masks = [[1] * len(document) for document in DOCUMENTS]
+    prefix = write_dataset(tmp_path / "d", DOCUMENTS, masks=masks)
+    overwrite(tmp_path / f"d.{name}", at, number)
+    source, _ = build_sources(settings(prefix, seq_length=3, reset_at_document=True))
+    with pytest.raises(DataError, match=message):
+        source.read(0, 0, 1, 2, 1)
+    source.close()
+
+
+def test_a_sequence_outside_the_tokens(tmp_path):
+    prefix = write_dataset(tmp_path / "d", DOCUMENTS)
+    overwrite(tmp_path / "d.idx", 34, b"\xff\xff\xff\xff")
+    with pytest.raises(DataError, match="sequence 0 is not inside its 8 tokens"):
+        IndexedDataset(prefix)[0]
 
 
 @pytest.mark.parametrize("ids", [[1, -1], [1, 1000], [2**40]])

@@ -374,6 +374,10 @@ def test_all_mistakes_at_once_and_none_that_only_follows():
         ("[1]", "holds a list"),
         ('{"fp16": {"enabled": true, "enabled": false}}', "given twice"),
         ("", "line 1"),
+        ('{"a": ' + "[" * 100_000, "nested too deeply"),
+        ('{"seed": ' + "9" * 5000 + "}", "cannot be read: .*digits"),
+        ('{"train_batch_size": ' + "9" * 400 + "}", "must be a number"),
+        ('{"optimizer": {"type": "' + "A" * 100_000 + '"}}', "is neither Lion nor in torch.optim; there are"),
     ],
 )
 def test_files_that_cannot_be_read(text, words, tmp_path):

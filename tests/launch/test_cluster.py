@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from megazero.launch.environment import first_host, free_port, other_launcher
 from megazero.launch.exported import exported
 from megazero.launch.hosts import Host, choose, read_hostfile
 from megazero.launch.node import interface_to
+from megazero.launch.rendezvous import own_store
 from megazero.launch.verdict import Cause, Verdict, of_machines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +145,17 @@ def test_a_hostfile_cannot_give_ssh_options(tmp_path: Path) -> None:
         read_hostfile(path)
 
 
+def test_a_hostfile_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(LaunchError, match="File too large"):
+        read_hostfile(path)
+    path.write_text("x" * 100_000)
+    with pytest.raises(LaunchError, match=r"line 1: 'x+ … \(98\d+ characters\) … x+'; expected HOST slots=NUMBER"):
+        read_hostfile(path)
+
+
 def test_variables_and_mistakes_in_them(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("A=1\nB = 2\n")
     with pytest.raises(LaunchError, match=r"\.deepspeed_env, line 2: 'B = 2'; expected NAME=VALUE"):
@@ -153,6 +167,9 @@ def test_variables_and_mistakes_in_them(tmp_path: Path) -> None:
     }
     with pytest.raises(LaunchError, match="--env: 'C'; expected NAME=VALUE"):
         exported({}, ["C"], [])
+    (tmp_path / ".deepspeed_env").write_bytes(b"A=\xff\n")
+    with pytest.raises(LaunchError, match=r"\.deepspeed_env: cannot be read"):
+        exported({}, [], [tmp_path])
 
 
 def test_the_cause_is_the_rank_that_came_forward_not_what_followed() -> None:
@@ -178,6 +195,23 @@ def test_under_srun_and_mpi() -> None:
     # The script of a batch job, which srun has not started.
     assert other_launcher({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) == {}
     assert [first_host(text) for text in ("a[03-05,9]-x,b", "a,b", "n1")] == ["a03-x", "a", "n1"]
+
+
+def test_a_job_of_one_machine_that_mpirun_started_listens_on_the_loopback_alone(monkeypatch) -> None:
+    """torch's own store would listen at every address of the machine."""
+    port, second = free_port(), timedelta(seconds=5)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node-a")
+    assert own_store(0, 2, second) is None, "the others come from elsewhere"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    store = own_store(0, 1, second)
+    store.set("key", "value")
+    assert own_store(1, 1, second).get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert own_store(0, 2, second) is None, "the launcher serves it"
 
 
 def test_the_interface_of_an_address_of_this_machine() -> None:

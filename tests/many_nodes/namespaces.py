@@ -1,4 +1,6 @@
-"""Machines made of network namespaces, joined by a bridge, each with its own sshd. Needs root and openssh-server.
+"""Machines made of network namespaces, joined by a bridge, each with its own sshd.
+
+Needs root, openssh-server and nftables.
 
 They share the file system, as nodes of a cluster often do; what is theirs alone is the network: addresses, the loopback
 and every listening port.
@@ -119,6 +121,20 @@ class Machines:
         else:
             call("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *words)
 
+    def drop(self, name: str, percent: int) -> None:
+        """Lose this share of what arrives at a machine, at random."""
+        for words in (
+            "add table inet faults",
+            "add chain inet faults in { type filter hook input priority 0; }",
+            f"add rule inet faults in iifname eth0 numgen random mod 100 < {percent} drop",
+        ):
+            call(*self.inside(name), "nft", words)
+
+    def daemon(self, name: str) -> int:
+        """Its sshd, whose mounts its processes see."""
+        return self._daemons[self.names.index(name)].pid
+
     def heal(self, name: str) -> None:
         self.link(name, "up")
+        call(*self.inside(name), "nft", "flush", "ruleset", check=False)
         call("tc", "-n", name, "qdisc", "del", "dev", "eth0", "root", check=False)
