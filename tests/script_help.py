@@ -1,4 +1,5 @@
-"""What scripts print for --help, from a process that has imported torch once: each script runs in a fork of it."""
+"""What scripts print for --help, from a process that has imported torch once, and transformers where a script needs it:
+each script runs in a fork of it."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ def show(script, arguments, directory, output):
     runpy.run_path(script, run_name="__main__")
 
 for line in sys.stdin:
+    if "transformers" in open(json.loads(line)[0]).read():
+        import transformers.trainer
     with tempfile.TemporaryFile() as output:
         child = os.fork()
         if not child:

@@ -22,8 +22,18 @@ from megazero.foreign.consolidate import consolidate
 from megazero.foreign.pipe.specs import divide
 from megazero.layout import Layout
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from tests.foreign import pipes
-from tests.foreign.pipes import frozen_first, in_place, layers, own_batches, plain, settings, start, trained, whole
+from tests.foreign import pipe_models
+from tests.foreign.pipe_models import (
+    frozen_first,
+    in_place,
+    layers,
+    own_batches,
+    plain,
+    settings,
+    start,
+    trained,
+    whole,
+)
 from tests.foreign.test_engine import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +115,7 @@ def test_any_number_of_stages_goes_on_from_a_checkpoint(ranks: Callable, tmp_pat
             assert (value.double() - wanted[2][name]).norm() <= 1e-4 * wanted[2][name].norm(), name
     # The names are those of the plain model, parameters and buffers.
     consolidate(folder, tmp_path / "whole")
-    pipes.Plain(layers()).load_state_dict(load_file(tmp_path / "whole" / "model.safetensors"))
+    pipe_models.Plain(layers()).load_state_dict(load_file(tmp_path / "whole" / "model.safetensors"))
 
 
 # What is asked wrongly, and what is said
@@ -113,7 +123,7 @@ def test_any_number_of_stages_goes_on_from_a_checkpoint(ranks: Callable, tmp_pat
 
 def changing(dynamic: bool) -> float:
     engine = start(layers, 2, settings(accumulation=2), dynamic_shape=dynamic)
-    ((inputs, labels),) = itertools.islice(pipes.batches(0, 1, 1), 1)
+    ((inputs, labels),) = itertools.islice(pipe_models.batches(0, 1, 1), 1)
     return float(engine.train_batch(iter([(inputs, labels), (inputs[:1], labels[:1])])))
 
 

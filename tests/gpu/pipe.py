@@ -1,4 +1,4 @@
-"""Trains the layers of tests/foreign/pipes.py as two stages where it is launched, against a plain float64 loop.
+"""Trains the layers of tests/foreign/pipe_models.py as two stages where it is launched, against a plain float64 loop.
 
 megazero launch --nproc 2 tests/gpu/pipe.py ZERO_STAGE
 """
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.foreign.pipes import layers, own_batches, plain, settings, start, whole
+from tests.foreign.pipe_models import layers, own_batches, plain, settings, start, whole
 
 STEPS = 4
 

@@ -36,6 +36,7 @@ def run_with_a_flip(settings: dict, rank: int | None, name: str) -> tuple[int, s
             while engine.running():
                 engine.train_batch(source)
                 if engine.step == 2 and int(os.environ["RANK"]) == rank:
+                    engine.stage.sharded.rest()  # a gather that is under way might write the old bits over it
                     for block in engine.stage.sharded.trained:
                         for first, _, piece, _ in block.layout.pieces(*block.owned):
                             if piece.name == name:
