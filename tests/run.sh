@@ -8,5 +8,5 @@ unset PYTHONDONTWRITEBYTECODE
 need_python test torch numpy sentencepiece einops wandb pydantic safetensors yaml rich \
     transformers tokenizers tiktoken pyarrow zstandard tensorboard pytest xdist hypothesis ruff setuptools wheel megatron.core \
     peft accelerate trl datasets
-# Most tests keep one core busy, some wait. -n 0 runs them all in one process.
-exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+# Most tests keep one core busy. -n 0 runs them all in one process.
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

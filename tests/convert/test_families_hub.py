@@ -120,8 +120,8 @@ def assert_same_logits(parts: list[list[torch.Tensor]], directories: list[Path])
 
 @pytest.mark.parametrize(
     ("tp", "pp", "names"),
-    [(2, 2, tuple(hub.VERSIONS)), (4, 1, ("gpt2", "llama-3.2", "qwen2")), (1, 2, ("mistral-v0.1", "qwen3-tied"))],
-    ids=["tp2-pp2", "tp4-pp1", "tp1-pp2"],
+    [(2, 2, tuple(hub.VERSIONS)), (4, 1, ("gpt2", "llama-3.2", "qwen2"))],
+    ids=["tp2-pp2", "tp4-pp1"],
 )
 def test_logits_of_every_layout(tp: int, pp: int, names: tuple[str, ...], written, ranks: Callable):
     directories = [written[name][0] for name in names]

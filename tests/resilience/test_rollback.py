@@ -70,9 +70,8 @@ def both_ways(gone: dict, cut: dict) -> tuple[list[int], list[int]]:
 
 
 LAYOUTS = {
-    "tp": {"parallel.tp": 2, "log.interval": 8},
     "pp, asynchronous": {"parallel.pp": 2, "checkpoint.async_save": True, "train.micro_batch_size": 2},
-    "zero 2, offload": {"zero.stage": 2, "zero.offload_optimizer.device": "cpu"},
+    "zero 2, offload": {"zero.stage": 2, "zero.offload_optimizer.device": "cpu", "log.interval": 8},
     "zero 3": {"zero.stage": 3, "zero.stage3_param_persistence_threshold": 20},
 }
 
