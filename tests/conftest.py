@@ -16,7 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="whole products of choices where a part is the default")
+    parser.addoption("--whole", action="store_true", help="whole products of choices, and tests that take long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what CI has no time for."""
+    if not config.getoption("whole"):
+        long = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
 
 
 @pytest.fixture

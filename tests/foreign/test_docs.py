@@ -27,10 +27,10 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     ("number", "launcher", "expected"),
     [
-        (0, "megazero launch", ["ZeRO stage 3, float32", "step 10: loss", "prediction"]),
+        (0, "python", ["ZeRO stage 3, float32", "step 10: loss", "prediction"]),
         (
             1,
-            "python",
+            "megazero launch",
             ["ZeRO stage 3, bfloat16, micro-batch 4 x 2 accumulation", "gradient norm", "[[1, 2, 3"],
         ),
         # transformers and peft take long to import, so once each.

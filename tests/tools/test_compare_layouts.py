@@ -29,6 +29,7 @@ def test_what_a_run_says():
             parse_run(wrong)
 
 
+@pytest.mark.whole
 def test_rounding_is_within_and_another_learning_rate_is_not(tmp_path):
     corpus = tiny.write_corpus(tmp_path)
     settings = tiny.tiny(corpus, {"train.steps": 4})
