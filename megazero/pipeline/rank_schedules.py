@@ -12,6 +12,7 @@ class RankSchedules:
     def __init__(self, name: ScheduleName, stages: int, chunks: int, rank: int) -> None:
         self._name, self._stages, self._chunks, self._rank = name, stages, chunks, rank
         self._training: dict[int, list[Action]] = {}
+        self._evaluation: dict[int, list[Action]] = {}
 
     def training(self, micro_batches: int) -> list[Action]:
         """Of a step of so many micro-batches."""
@@ -27,6 +28,8 @@ class RankSchedules:
 
     def evaluation(self, micro_batches: int) -> list[Action]:
         """Of as many forwards."""
-        schedule = evaluation_schedule(self._stages, micro_batches, self._chunks)
-        check_evaluation_schedule(schedule, micro_batches, self._chunks)
-        return schedule[self._rank]
+        if micro_batches not in self._evaluation:
+            schedule = evaluation_schedule(self._stages, micro_batches, self._chunks)
+            check_evaluation_schedule(schedule, micro_batches, self._chunks)
+            self._evaluation[micro_batches] = schedule[self._rank]
+        return self._evaluation[micro_batches]

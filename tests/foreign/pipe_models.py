@@ -12,7 +12,7 @@ from torch import nn
 
 import megazero
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from tests.foreign.models import Losses, Weights
+from tests.foreign.models import Losses, Weights, whole_weights
 
 WIDTH, VOCABULARY, LENGTH = 6, 13, 5
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
@@ -202,13 +202,4 @@ def trained(
         losses.append(float(engine.train_batch(iterator)))
         norms.append(engine.get_global_grad_norm())
     evaluated = float(engine.eval_batch(iterator))
-    return losses, norms, whole(engine), evaluated
-
-
-def whole(engine: Any) -> Weights:
-    blocks = range(len(engine.sharded.blocks))
-    engine.sharded.gather()
-    engine.sharded.hold(blocks, "a test")
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.sharded.let_go(blocks)
-    return weights
+    return losses, norms, whole_weights(engine), evaluated

@@ -23,6 +23,7 @@ from megazero.foreign.pipe.specs import divide
 from megazero.layout import Layout
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.foreign import pipe_models
+from tests.foreign.models import whole_weights
 from tests.foreign.pipe_models import (
     frozen_first,
     in_place,
@@ -32,7 +33,6 @@ from tests.foreign.pipe_models import (
     settings,
     start,
     trained,
-    whole,
 )
 from tests.foreign.test_engine import check
 
@@ -90,7 +90,7 @@ def saving(folder: str, stages: int, stage: int) -> tuple[list[float], dict[str,
     for _ in range(2):
         engine.train_batch(iterator)
     engine.save_checkpoint(folder, client_state={"epoch": 4})
-    return [float(engine.train_batch(iterator)) for _ in range(2)], whole(engine)
+    return [float(engine.train_batch(iterator)) for _ in range(2)], whole_weights(engine)
 
 
 def loading(folder: str, stages: int, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -100,7 +100,7 @@ def loading(folder: str, stages: int, stage: int) -> tuple[list[float], dict[str
     iterator = own_batches(engine, 3)
     skipped = None if iterator is None else list(itertools.islice(iterator, 6))
     assert skipped is None or len(skipped) == 6
-    return [float(engine.train_batch(iterator)) for _ in range(2)], whole(engine)
+    return [float(engine.train_batch(iterator)) for _ in range(2)], whole_weights(engine)
 
 
 def test_any_number_of_stages_goes_on_from_a_checkpoint(ranks: Callable, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.foreign.pipe_models import layers, own_batches, plain, settings, start, whole
+from tests.foreign.models import whole_weights
+from tests.foreign.pipe_models import layers, own_batches, plain, settings, start
 
 STEPS = 4
 
@@ -35,7 +36,7 @@ def main() -> None:
     pairs = zip([*losses, evaluated], [*wanted_losses, wanted_evaluation], strict=True)
     assert max(abs(a - b) / b for a, b in pairs) < 2e-6, (losses, evaluated, wanted_losses, wanted_evaluation)
     assert max(abs(a - b) / b for a, b in zip(norms, wanted_norms, strict=True)) < 5e-5, (norms, wanted_norms)
-    for name, value in whole(engine).items():
+    for name, value in whole_weights(engine).items():
         error = (value.cpu().double() - wanted[name]).norm()
         assert error <= 1e-4 * wanted[name].norm(), (name, float(error))
     torch.distributed.destroy_process_group()

@@ -13,9 +13,8 @@ from megazero.foreign.pipe.module import PipelineModule
 from megazero.foreign.pipe.stage import LayerStage, MicroBatch
 from megazero.foreign.pipe.transfers import AnnouncedTransfers
 from megazero.foreign.start import timeout_of
-from megazero.pipeline.checker import check_evaluation_schedule, check_schedule
 from megazero.pipeline.executor import Executor
-from megazero.pipeline.schedules import Action, activation_bound, build_schedule, evaluation_schedule
+from megazero.pipeline.rank_schedules import RankSchedules
 
 
 class PipelineEngine(ZeroEngine):
@@ -32,7 +31,7 @@ class PipelineEngine(ZeroEngine):
         precision = self.ds_config.precision
         self.stage = LayerStage(module, self.sharded, precision.dtype if precision.auto_cast else None)
         self._executor = Executor(self.stage, self._transfers())
-        self._actions: dict[tuple[bool, int], list[Action]] = {}
+        self._schedules = RankSchedules("1f1b", module.num_stages, 1, module.stage_id)
         trained = torch.tensor(float(bool(self.sharded.trained)), device=self.device)
         if self.topology.world.size > 1:
             self.topology.world.all_reduce([trained]).wait()
@@ -81,7 +80,7 @@ class PipelineEngine(ZeroEngine):
         self.module.train()
         self.stage.begin(self.loss_scaler.value / count)
         with self.reports.timed("forward and backward"):
-            self._executor.run(self._actions_of(True, count), micro_batches, _ignored)
+            self._executor.run(self._schedules.training(count), micro_batches, _ignored)
         self._loss = self._mean(self.stage.losses)
         with self.reports.timed("step"):
             self._update({})
@@ -107,7 +106,7 @@ class PipelineEngine(ZeroEngine):
         self.module.eval()
         self.stage.begin(1.0, return_logits)
         try:
-            self._executor.run(self._actions_of(False, count), micro_batches, _ignored)
+            self._executor.run(self._schedules.evaluation(count), micro_batches, _ignored)
         finally:
             self.module.train(training)
         loss = self._mean(self.stage.losses)
@@ -121,18 +120,6 @@ class PipelineEngine(ZeroEngine):
         if not self.is_last_stage():
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).mean()
-
-    def _actions_of(self, trains: bool, count: int) -> list[Action]:
-        stages = self.num_stages
-        if (trains, count) not in self._actions:
-            if trains:
-                schedule = build_schedule("1f1b", stages, count)
-                check_schedule(schedule, count, [activation_bound("1f1b", stages, count, s) for s in range(stages)])
-            else:
-                schedule = evaluation_schedule(stages, count)
-                check_evaluation_schedule(schedule, count)
-            self._actions[trains, count] = schedule[self.module.stage_id]
-        return self._actions[trains, count]
 
     def _read(self, what: str, data_iter: Iterator[Any] | None, count: int) -> list[MicroBatch]:
         """The micro-batches of a step, before anything is computed: other stages would wait for one that is missing."""
