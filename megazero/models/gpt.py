@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         """(T,) int64 → (T, H)."""
         x_TH = self.word(tokens_T)
         if self.position is not None:
-            x_TH = x_TH + self.position(context.positions)
+            x_TH = x_TH + self.position(context.positions, tokens_T.numel())
         return self.dropout(x_TH, context.dropout_key)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,23 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form (Hendrycks, Gimpel 2016, arXiv:1606.08415, section 2)."""
+    # The tanh that torch's compiler calls on a GPU takes longer than to move the tensor through memory.
+    if torch.compiler.is_compiling() and x.is_cuda:
+        return gelu_by_sigmoid(x)
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The same function: x σ(√(8/π) (x + 0.044715 x³)), in float32 inside (float64 where the input is)."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (y * torch.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y * y * y))).to(x.dtype)
+
+
 _BUILTIN: dict[str, Callable[..., torch.Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
     "silu": F.silu,
     "swiglu": swiglu,

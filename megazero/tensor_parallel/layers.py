@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazero.models.layers import Head, PositionEmbedding, ProjectIn, ProjectOut, WordEmbedding
+from megazero.models.layers import Head, PositionEmbedding, ProjectIn, ProjectOut, WordEmbedding, repeat_rows
 from megazero.sharding import Piece, Rectangle, Replication, ShardSpec, whole
 from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entropy
 from megazero.tensor_parallel.deferred import DeferringLinear, deferring_linear
@@ -154,6 +154,9 @@ class SlicedPositionEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
         self.specs = {"weight": replicated(whole(f"{path}.weight", shape), tp, tp.sequence_parallel)}
 
-    def forward(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """(T,) int64 → (T or T/tp, H)."""
-        return F.embedding(self.tp.slice_tokens(positions_T), self.weight)
+    def forward(self, positions: torch.Tensor, tokens: int) -> torch.Tensor:
+        """int64 (S,), of each sequence, or (T,) → (T or T/tp, H)."""
+        own = self.tp.local_tokens(tokens)
+        if own % positions.numel():  # a rank's tokens are no whole sequences
+            positions = self.tp.slice_tokens(positions.repeat(tokens // positions.numel()))
+        return repeat_rows(F.embedding(positions, self.weight), own)
