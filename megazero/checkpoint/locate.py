@@ -53,6 +53,11 @@ def replaced(root: Path) -> list[Path]:
     return [path for path in _checkpoints(root) if path.name.endswith(REPLACED)]
 
 
+def _former(path: Path) -> Path:
+    """Where a checkpoint is while its successor takes its name. ``.`` and ``/`` are paths too, without a name."""
+    return path.parent / f"{path.name}{REPLACED}"
+
+
 def _checkpoints(root: Path) -> list[Path]:
     """Directories with a manifest, whole or not, those being written or deleted apart."""
     names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
@@ -62,7 +67,7 @@ def _checkpoints(root: Path) -> list[Path]:
 def tagged(root: str | os.PathLike[str], tag: str) -> Path:
     """The whole checkpoint of that tag; CheckpointError where there is none, with the tags that there are."""
     path = Path(root) / tag
-    former = path.with_name(path.name + REPLACED)
+    former = _former(path)
     if not path.exists() and former.exists():
         path = former
     if not path.exists():
@@ -176,7 +181,7 @@ def is_whole(directory: Path) -> bool:
 def newest(path: str | os.PathLike[str]) -> Path:
     """The checkpoint that a path means: itself, or the newest whole one under it. CheckpointError if there is none."""
     path = Path(path)
-    former = path.with_name(path.name + REPLACED)
+    former = _former(path)
     if (path / manifest.NAME).exists() or _STEP.fullmatch(path.name) or (not path.exists() and former.exists()):
         if not path.exists() and former.exists():
             path = former
