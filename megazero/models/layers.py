@@ -29,9 +29,9 @@ class ProjectIn(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(T, in_features) → one (T, part.size) per part."""
-        y = F.linear(x_TH, self.weight, self.bias)
+    def forward(self, x_TH: torch.Tensor, with_bias: bool = True) -> tuple[torch.Tensor, ...]:
+        """(T, in_features) → one (T, part.size) per part. ``with_bias``: false: the caller adds it."""
+        y = F.linear(x_TH, self.weight, self.bias if with_bias else None)
         return y.split([p.size for p in self.parts], dim=-1)
 
 

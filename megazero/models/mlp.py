@@ -45,7 +45,12 @@ assert _BUILTIN.keys() == registry.BUILTIN_ACTIVATIONS.keys()
 
 
 class MLP(nn.Module):
-    """down(activation(inner(x))); ``inner`` projects to ``up``, or to ``gate`` and ``up``."""
+    """down(activation(inner(x))); ``inner`` projects to ``up``, or to ``gate`` and ``up``.
+
+    ``bias_activation``: the activation of ``inner``'s products and its bias in one, where a build has put one.
+    """
+
+    bias_activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -56,4 +61,7 @@ class MLP(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """(T, H) → (T, H)."""
-        return self.down(self.activation(*self.inner(x_TH)))
+        if self.bias_activation is None:
+            return self.down(self.activation(*self.inner(x_TH)))
+        (products,) = self.inner(x_TH, with_bias=False)
+        return self.down(self.bias_activation(products, self.inner.bias))

@@ -68,11 +68,12 @@ class ColumnParallelLinear(DeferringLinear):
         if self.bias is not None:
             self.specs["bias"] = spec("bias", ())
 
-    def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(T or T/tp, H) → one (T, local features) per part."""
+    def forward(self, x_TH: torch.Tensor, with_bias: bool = True) -> tuple[torch.Tensor, ...]:
+        """(T or T/tp, H) → one (T, local features) per part. ``with_bias``: false: the caller adds it."""
+        bias = self.bias if with_bias else None
         if self.probe is not None:
-            return deferring_linear(self, x_TH, self.bias, column=True).split(self.sizes, dim=-1)
-        return column_linear(x_TH, self.weight, self.bias, self.tp).split(self.sizes, dim=-1)
+            return deferring_linear(self, x_TH, bias, column=True).split(self.sizes, dim=-1)
+        return column_linear(x_TH, self.weight, bias, self.tp).split(self.sizes, dim=-1)
 
 
 class RowParallelLinear(DeferringLinear):
