@@ -12,7 +12,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import transformers
 
 GPT2 = dict(
     model_type="gpt2",
@@ -147,6 +146,8 @@ VERSIONS = {
 
 def write(name: str, directory: Path) -> dict[str, torch.Tensor]:
     """The directory; returns its parameters as stored, under the names that transformers gives them."""
+    import transformers  # here, so that ranks that read a directory need not
+
     version = VERSIONS[name]
     config = transformers.AutoConfig.for_model(**version.config)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -194,6 +195,8 @@ def _as_stored(parameters: dict[str, torch.Tensor], version: Version) -> dict[st
 
 def logits(directory: Path, tokens_BS: torch.Tensor) -> torch.Tensor:
     """transformers' own, in float32."""
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()

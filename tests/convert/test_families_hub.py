@@ -18,11 +18,8 @@ from megazero.convert import HFWeights, export, import_checkpoint, open_weights
 from megazero.convert.verify import TOLERANCE, largest_difference
 from megazero.engine import Engine
 from megazero.restore import resolve_model
+from tests.convert import hub
 from tests.distributed import runs
-
-pytest.importorskip("transformers")
-
-from tests.convert import hub  # noqa: E402
 
 TOKENS_BS = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(2))
 
@@ -30,6 +27,7 @@ TOKENS_BS = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(2
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
     """Name → directory, and its parameters under transformers' names."""
+    pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("hub")
     return {name: (root / name, hub.write(name, root / name)) for name in hub.VERSIONS}
 

@@ -155,7 +155,7 @@ def peaks(tree: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("parallel", [{"pp": 2, "virtual_pp": 2}, {"pp": 3, "schedule": "zero_bubble"}], ids=str)
 def test_memory_is_the_plans(ranks: Callable, parallel: dict[str, Any]) -> None:
     model = {**LLAMA, "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 176, "vocab_size": 300}
-    train_section = {"global_batch_size": 24, "micro_batch_size": 4}
+    train_section = {"global_batch_size": 16, "micro_batch_size": 4}
     more = {"data": {"seq_length": 64}, "train": train_section}
     tree = settings({**model, "max_position_embeddings": 64}, (1, parallel["pp"], 1), parallel=parallel, **more)
     for measured, planned in ranks(parallel["pp"], peaks, tree):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import PreTrainedModel
 
 from megazero.convert import open_weights
 from megazero.generation import Generator, build_generator, inference_config
 from megazero.launch.environment import ProcessEnvironment
 from tests.models.hf_reference import randomize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB = 300  # beyond one padded share of 128 rows, so that tensor-parallel ranks have tokens each
 SIZES = dict(
@@ -50,6 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str) -> PreTrainedModel:
     """In float32, on the CPU; no token ends its text."""
+    import transformers  # here, so that ranks of a generator need not
+
     config_class, arguments = MODELS[name]
     config = getattr(transformers, config_class)(**arguments, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -1,7 +1,7 @@
-"""The examples as they stand, one after another in one process: example_runs.py OUT [--native] NAME…
+"""The examples as they stand, one after another in one process: example_runs.py OUT NAME…
 
-With --native there is one import more, before theirs; without, somebody else has to answer to deepspeed. OUT/NAME is an
-example's output, and OUT/NAME/logits.pt what the model in training gives for some tokens.
+There is one import more, before theirs; in trainer_runs.py, where there is none, somebody else answers to deepspeed.
+OUT/NAME is an example's output, and OUT/NAME/logits.pt what the model in training gives for some tokens.
 """
 
 from __future__ import annotations
@@ -44,26 +44,31 @@ def settings_of_ours(out: str) -> None:
     assert trainer.engine.zero_optimization_stage() == 2 and trainer.engine.module is model
 
 
+def run(name: str, out: Path) -> None:
+    """The example, and the logits of what it has trained."""
+    script, config, more = NAMES[name]
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [script, f"--output_dir={out}/{name}", "--deepspeed", str(EXAMPLES / config)]
+    sys.argv += [*SHORT.split(), *more.split()]
+    trainer = importlib.import_module(script).main()
+
+    import torch
+
+    with torch.no_grad():
+        logits = trainer.deepspeed.eval()(input_ids=torch.arange(24).view(2, 12)).logits
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(logits, f"{out}/{name}/logits.pt")
+
+
 def main() -> None:
-    out, *words = (word for word in sys.argv[1:] if not word.startswith("--local_rank"))
-    if "--native" in words:
-        sys.path.append(str(ROOT))
-        importlib.import_module("megazero.integrations.transformers")
-        words.remove("--native")
-        settings_of_ours(out)
-    sys.path.insert(0, str(EXAMPLES))
-    for name in words:
-        script, config, more = NAMES[name]
-        sys.argv = [script, f"--output_dir={out}/{name}", "--deepspeed", str(EXAMPLES / config)]
-        sys.argv += [*SHORT.split(), *more.split()]
-        trainer = importlib.import_module(script).main()
-
-        import torch
-
-        with torch.no_grad():
-            logits = trainer.deepspeed.eval()(input_ids=torch.arange(24).view(2, 12)).logits
-        if os.environ.get("RANK", "0") == "0":
-            torch.save(logits, f"{out}/{name}/logits.pt")
+    out, *names = sys.argv[1:]
+    sys.path.append(str(ROOT))
+    importlib.import_module("megazero.integrations.transformers")
+    settings_of_ours(out)
+    for name in names:
+        run(name, Path(out))
 
 
-main()
+if __name__ == "__main__":
+    main()

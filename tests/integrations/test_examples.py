@@ -1,4 +1,7 @@
-"""The examples for transformers, peft and trl: smaller models, fewer processes, all else as it stands."""
+"""The examples for transformers, peft and trl: smaller models, fewer processes, all else as it stands.
+
+As DeepSpeed's, on two processes: `tests.integrations.test_trainer.test_examples`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch
 
 from tests.integrations.launched import HERE, ROOT, launched, python
@@ -44,24 +46,14 @@ def tiny() -> ModuleType:
     return module
 
 
-def test_as_deepspeed(tmp_path: Path) -> None:
-    names = ("full", "lora", "cut", "trl")
-    done = launched("--as-deepspeed", "--num_gpus=2", HERE / "example_runs.py", tmp_path, *names)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2: 'It is a truth" in done.stdout and "step 4: 'It is a truth" in done.stdout
-    for name in names:
-        check(tmp_path / name, adapters=name == "lora")
-
-
 def test_by_an_explicit_import_and_without_a_launcher(tmp_path: Path) -> None:
-    done = python(HERE / "example_runs.py", tmp_path, "--native", "trl", "offload")
+    done = python(HERE / "example_runs.py", tmp_path, "trl", "offload")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "offload: masters (fp32) and moments (fp32) in host memory" in done.stdout
     for name in ("trl", "offload"):
         check(tmp_path / name)
 
 
-@pytest.mark.whole
 def test_started_by_accelerate(tmp_path: Path) -> None:
     """The config comes by accelerate's file, as does DeepSpeed; the script says nothing of either."""
     words = f"--output_dir {tmp_path} --samples 16 --max_steps 1 --per_device_train_batch_size 2".split()

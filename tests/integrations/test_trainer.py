@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations.launched import HERE, launched
+from tests.integrations.test_examples import check
 
 STAGES = ("1", "2", "3")
 # DESIGN section 9, float32.
@@ -15,11 +17,15 @@ LOSS, NORM = {"abs": 2e-6, "rel": 0}, {"rel": 5e-5}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("trainer")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
     done = launched("--as-deepspeed", "--num_gpus=2", HERE / "trainer_runs.py", folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text())
+    return {**json.loads((folder / "results.json").read_text()), "printed": done.stdout}
 
 
 @pytest.fixture
@@ -99,6 +105,13 @@ def test_accelerated(of: dict[str, Any]) -> None:
 def test_half_precision(of: dict[str, Any], results: dict[str, Any]) -> None:
     for name, losses in of.items():
         assert losses == pytest.approx(results["full"]["plain"]["loss"], abs=2e-3), name
+
+
+def test_examples(of: dict[str, Any], results: dict[str, Any], folder: Path) -> None:
+    assert "step 2: 'It is a truth" in results["printed"] and "step 4: 'It is a truth" in results["printed"]
+    assert of["names"] == ["full", "lora", "cut", "trl"]
+    for name in of["names"]:
+        check(folder / "examples" / name, adapters=name == "lora")
 
 
 TOLD = {

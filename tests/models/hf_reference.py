@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import GPT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GPT2_NAMES = {
     "transformer.wte.weight": "embedding.word.weight",

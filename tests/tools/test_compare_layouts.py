@@ -1,12 +1,14 @@
 """compare_layouts.py: runs that differ by rounding alone are within, one that differs by more is not."""
 
-import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from megazero.errors import LaunchError
 from tests.engine import tiny
+from tools import compare_layouts
 from tools.compare_layouts import Difference, difference
 from tools.layout_runs import parse_run
 
@@ -29,17 +31,30 @@ def test_what_a_run_says():
             parse_run(wrong)
 
 
-@pytest.mark.whole
-def test_rounding_is_within_and_another_learning_rate_is_not(tmp_path):
-    corpus = tiny.write_corpus(tmp_path)
-    settings = tiny.tiny(corpus, {"train.steps": 4})
+def test_rounding_is_within_and_another_learning_rate_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, ranks: Callable
+) -> None:
+    """On ranks that are there already; that `launch` starts its own is `test_benchmark_layouts`' to show."""
+
+    def launch(run: str, script: Path, arguments: Sequence[str]) -> None:
+        assert script == tiny.SCRIPT
+        processes, flags = parse_run(run)
+        words = [*arguments, *flags]
+        ranks(
+            processes, tiny.run_script, {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2])}
+        )
+
+    monkeypatch.setattr(compare_layouts, "launch", launch)
+    settings = tiny.tiny(tiny.write_corpus(tmp_path), {"train.steps": 4})
     del settings["train.micro_batch_size"], settings["log.interval"]
-    script = [sys.executable, str(tiny.ROOT / "tools" / "compare_layouts.py")]
     runs = ["--runs", "mbs=2", "mbs=4", "tp=2,mbs=4", "mbs=2,optimizer.min_lr=0.009"]
-    done = subprocess.run([*script, *runs, *tiny.flags(settings)], capture_output=True, text=True, cwd=tmp_path)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "|" in line][2:]
-    assert [row[0] for row in rows] == runs[2:], done.stdout + done.stderr
-    assert [row[4] for row in rows] == ["the measure", "within", "TOO FAR"], done.stdout
+    monkeypatch.setattr(sys, "argv", ["compare_layouts.py", *runs, *tiny.flags(settings)])
+    with pytest.raises(SystemExit) as ending:
+        compare_layouts.main()
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")][2:]
+    assert [row[0] for row in rows] == runs[2:], out
+    assert [row[4] for row in rows] == ["the measure", "within", "TOO FAR"], out
     assert max(float(row[2]) for row in rows[:2]) < 2e-6 * 6 < float(rows[2][2])
-    assert done.returncode == 1
-    assert "4 steps, against mbs=2" in done.stdout
+    assert ending.value.code == 1
+    assert "4 steps, against mbs=2" in out
