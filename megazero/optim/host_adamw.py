@@ -75,9 +75,12 @@ class HostAdam:
     def _run(self, block: Block, targets: Sequence[Target], scalars: Sent, done: Future[Arrival]) -> None:
         """``done``: settled by the thread that hands values on, after the last of the block's."""
         try:
+            if self._tier.error is not None:
+                raise self._tier.error
             handed = self._update(block, targets, scalars)
             self._tier.hand_on(partial(_settle, done, handed))
         except BaseException as error:
+            self._tier.fail(error)
             done.set_exception(error)
 
     def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> list[Future[Arrival]]:

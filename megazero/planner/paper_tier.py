@@ -104,6 +104,7 @@ class PaperTier(Tier):
         self.link = _PaperLink(self.memory, settings, traffic)
         self.meter = Meter(self.link.bytes, 1, 1, True)
         self._scratch: dict[str, torch.Tensor] = {}
+        self.error = None
 
     @property
     def files(self) -> int:

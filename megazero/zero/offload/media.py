@@ -78,7 +78,7 @@ class Disk:
             self._free.put(memory.empty(record, torch.uint8))
         self._orders = ThreadPoolExecutor(1, "offload-order")
         self._io = ThreadPoolExecutor(4, "offload-io")
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.read_bytes = self.written_bytes = 0
 
     def order(self, offset: int, size: int, after: Future | None) -> Future[Future[torch.Tensor]]:
@@ -106,6 +106,10 @@ class Disk:
             raise
         self.read_bytes += size
         return buffer
+
+    def fail(self, error: BaseException) -> None:
+        """An update has ended in ``error``, its buffers with it."""
+        self._error = error
 
     def give_back(self, buffer: torch.Tensor, offset: int, size: int, changed: bool) -> Future | None:
         """Write it where it is changed; it is free after that."""

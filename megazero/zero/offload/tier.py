@@ -47,6 +47,7 @@ class Tier:
         self._worker = ThreadPoolExecutor(1, "offload", self._begin, (self.threads,))
         self._sender = ThreadPoolExecutor(1, "offload_values", self._begin, (-(-self.threads // SENDERS),))
         self._scratch: dict[str, torch.Tensor] = {}
+        self.error: BaseException | None = None
 
     def _begin(self, threads: int) -> None:
         torch.set_grad_enabled(False)
@@ -58,6 +59,12 @@ class Tier:
     def submit(self, work: Callable[[], None]) -> Future:
         """``work()`` in the worker, after what was asked for before."""
         return self._worker.submit(work)
+
+    def fail(self, error: BaseException) -> None:
+        """An update has ended in ``error``: those asked for after it are not to be made."""
+        self.error = error
+        if self.disk is not None:
+            self.disk.fail(error)
 
     def hand_on(self, work: Callable[[], Any]) -> Future:
         """``work()`` in the thread for new values, after what was asked for before."""
