@@ -84,7 +84,9 @@ def build_stage(
     )
     decoder, specs = describe_stage(config, model, topology.coordinates, tp)
     compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
-    if compiles and device.type == "cuda":
+    splits = config.schedule == "zero_bubble"
+    # Beside collectives, or products put aside, in a layer's graph the pieces have not been measured.
+    if compiles and device.type == "cuda" and tp.size == 1 and not splits:
         fuse_layers(decoder)
     wrap_layers(decoder, config.train.recompute, compiles, tp.size, keeps_rng=model.attention_dropout_rate > 0)
     if config.train.offload_activations:
@@ -106,7 +108,6 @@ def build_stage(
     )
     install_hooks(sharded)
     contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
-    splits = config.schedule == "zero_bubble"
     return DecoderStage(decoder, chunks, sharded, contexts, tp, device, splits)
 
 

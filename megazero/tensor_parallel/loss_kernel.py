@@ -32,7 +32,8 @@ def _cross_entropy(
     row_ptr = logits_ptr + row * columns
     target, weight = tl.load(targets_ptr + row), tl.load(weights_ptr + row)
     # Before the reductions, which all threads wait in: later another thread may have put its gradient there.
-    chosen = tl.load(row_ptr + target).to(tl.float32)
+    here = (target >= 0) & (target < valid)
+    chosen = tl.load(row_ptr + target, here, other=0.0).to(tl.float32)
     at = tl.arange(0, lanes)[:, None] * vector + tl.arange(0, vector)[None, :]
     maximum = tl.full((lanes,), -3.0e38, tl.float32)  # finite, or a lane without a column would make NaN of -inf + inf
     total = tl.zeros((lanes,), tl.float32)
@@ -44,7 +45,7 @@ def _cross_entropy(
         maximum = higher
     highest = tl.max(maximum, 0)
     sum_of_row = tl.sum(total * tl.exp(maximum - highest), 0)
-    tl.store(loss_ptr + row, (tl.log(sum_of_row) - (chosen - highest)) * weight)
+    tl.store(loss_ptr + row, (tl.log(sum_of_row) - tl.where(here, chosen - highest, 0.0)) * weight)
     if with_grad:
         scale = weight / sum_of_row
         for first in range(0, columns, lanes * vector):
@@ -64,7 +65,7 @@ def chunk_loss(
     group: ProcessGroup | None,
     with_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``cross_entropy.chunk_loss``, for a vocabulary that is not cut. Targets are in [0, ``valid``)."""
+    """As ``cross_entropy.chunk_loss``, for a vocabulary that is not cut."""
     assert start == 0 and group is None
     logits_CV = x_CH @ weight_VH.t()
     rows, columns = logits_CV.shape
