@@ -51,7 +51,7 @@ def _cross_entropy(
         for first in range(0, columns, lanes * vector):
             column = first + at
             x = tl.load(row_ptr + column, column < valid, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - highest) * scale - tl.where(column == target, weight, 0.0)
+            gradient = tl.exp(x - highest) * scale - tl.where(here & (column == target), weight, 0.0)
             tl.store(row_ptr + column, gradient.to(logits_ptr.dtype.element_ty), column < columns)
 
 
