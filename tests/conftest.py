@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import script_help
+from tests import forked_scripts
 from tests.distributed import harness
 from tests.skips import needs_gpu
 
@@ -55,4 +55,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the processes that tests share with the session."""
     harness.shutdown()
-    script_help.shutdown()
+    forked_scripts.shutdown()
