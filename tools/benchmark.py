@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -157,6 +158,15 @@ def offloaded(engine: Engine) -> dict[str, Any] | None:
     }
 
 
+def plain_loop_speed(arguments: Sequence[str]) -> float:
+    """Tokens/s of tools/plain_loop.py, in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("plain_loop.py")), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise LaunchError(f"--beside-plain-loop: the plain loop ended with exit code {done.returncode}; see above")
+    return json.loads(done.stdout)["tokens_per_second"]
+
+
 def profile(engine: Engine, source: RandomTokens, steps: int) -> list[DeviceTime]:
     """Where each rank's device spends a step."""
     if engine.device.type != "cuda":
@@ -206,10 +216,16 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--memory-limit", type=float, default=0.0, help="GiB of GPU memory that a process may take (default: all)"
     )
+    parser.add_argument(
+        "--beside-plain-loop", action="store_true", help="then measure tools/plain_loop.py too (one process)"
+    )
     own, settings = parser.parse_known_args(argv)
     environment = process_environment()
+    if own.beside_plain_loop and environment.world_size > 1:
+        raise LaunchError("--beside-plain-loop: the plain loop is of one process; leave it out or run one")
     if own.memory_limit:
         limit_memory(own.memory_limit, environment.local_rank)
+    asked = tuple(settings)
     steps = own.warmup + own.measure + HOST_STEPS + own.profile
     # Neither logging nor saving: both would wait for the device.
     settings += ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]
@@ -225,6 +241,10 @@ def main(argv: Sequence[str]) -> None:
             print(json.dumps({**found, "device_time": [spent._asdict() for spent in times]}))
             print(table_row(config, found))
             print("\n".join(profile_lines(times)))
+    if own.beside_plain_loop:  # when the engine's memory is free
+        tokens = plain_loop_speed(["--warmup", str(own.warmup), "--measure", str(own.measure), *asked])
+        ratio = found["tokens_per_second_per_gpu"] / tokens
+        print(f"plain loop: {tokens:,.0f} tokens/s; megazero's speed is {ratio:.3f} of it")
 
 
 if __name__ == "__main__":

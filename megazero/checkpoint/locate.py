@@ -36,16 +36,16 @@ def step_directory(root: Path, step: int) -> Path:
 def step_directories(root: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every committed checkpoint under a root, oldest first, whole or not."""
     found = []
-    for entry in os.scandir(root):
-        match = _STEP.fullmatch(entry.name)
-        if match and entry.is_dir():
-            found.append((int(match[1]), match[2] is None, root / entry.name))
+    for name in _directories(root):
+        match = _STEP.fullmatch(name)
+        if match:
+            found.append((int(match[1]), match[2] is None, root / name))
     return [(step, path) for step, _, path in sorted(found)]
 
 
 def leftovers(root: Path) -> list[Path]:
     """What saves and deletions that were cut off have left behind."""
-    return sorted(root / e.name for e in os.scandir(root) if _LEFTOVER.fullmatch(e.name) and e.is_dir())
+    return [root / name for name in _directories(root) if _LEFTOVER.fullmatch(name)]
 
 
 def replaced(root: Path) -> list[Path]:
@@ -53,16 +53,30 @@ def replaced(root: Path) -> list[Path]:
     return [path for path in _checkpoints(root) if path.name.endswith(REPLACED)]
 
 
+def _former(path: Path) -> Path:
+    """Where a checkpoint is while its successor takes its name. ``.`` and ``/`` are paths too, without a name."""
+    return path.parent / f"{path.name}{REPLACED}"
+
+
 def _checkpoints(root: Path) -> list[Path]:
     """Directories with a manifest, whole or not, those being written or deleted apart."""
-    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    names = [name for name in _directories(root) if not name.startswith(".")]
     return [root / name for name in names if (root / name / manifest.NAME).exists()]
+
+
+def _directories(root: Path) -> list[str]:
+    """Names of those in ``root``, in order; CheckpointError where it cannot be listed."""
+    try:
+        # Not the entries' own is_dir, which fails on a link to itself.
+        return sorted(name for name in os.listdir(root) if os.path.isdir(root / name))
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read: {error.strerror}") from error
 
 
 def tagged(root: str | os.PathLike[str], tag: str) -> Path:
     """The whole checkpoint of that tag; CheckpointError where there is none, with the tags that there are."""
     path = Path(root) / tag
-    former = path.with_name(path.name + REPLACED)
+    former = _former(path)
     if not path.exists() and former.exists():
         path = former
     if not path.exists():
@@ -176,7 +190,7 @@ def is_whole(directory: Path) -> bool:
 def newest(path: str | os.PathLike[str]) -> Path:
     """The checkpoint that a path means: itself, or the newest whole one under it. CheckpointError if there is none."""
     path = Path(path)
-    former = path.with_name(path.name + REPLACED)
+    former = _former(path)
     if (path / manifest.NAME).exists() or _STEP.fullmatch(path.name) or (not path.exists() and former.exists()):
         if not path.exists() and former.exists():
             path = former

@@ -169,9 +169,11 @@ def _reader(
 
 def _open_bin(path: Path) -> dict[str, Stored]:
     _check_is_file(path)
+    zipped = _starts_with(path, b"PK")
+    if not zipped and not _starts_with(path, b"\x80"):  # of a tar archive torch would make a directory somewhere
+        raise ConvertError(f"{path}: {_unreadable(path)}")
     try:
         # Mapped, so that only what is asked for is read; old files are no zip archive and cannot be.
-        zipped = _starts_with(path, b"PK")
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

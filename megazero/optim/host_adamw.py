@@ -1,4 +1,5 @@
-"""Adam and AdamW for state in host memory: torch's fused CPU kernels, piece by piece, in a thread.
+"""Adam and AdamW for state in host memory: torch's fused CPU kernels, piece by piece, in a thread; in another one, new
+values on their way to the device.
 
 [Note: pieces] A piece (`buffer_size` elements) is small enough that what one operation leaves of it in the cores'
 caches is there for the next: the gradient's conversion, the kernel, and the copy into the parameters' dtype pass over
@@ -9,6 +10,7 @@ the results are the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -66,16 +68,26 @@ class HostAdam:
         """After ``block.before_update``: update it when its gradient and the scalars are there."""
         if block.store is not None:
             block.store.ahead()
-        block.updating(self._tier.submit(partial(self._update, block, targets, scalars)))
+        done: Future[Arrival] = Future()
+        self._tier.submit(partial(self._run, block, targets, scalars, done))
+        block.updating(done)
 
-    def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> Arrival:
+    def _run(self, block: Block, targets: Sequence[Target], scalars: Sent, done: Future[Arrival]) -> None:
+        """``done``: settled by the thread that hands values on, after the last of the block's."""
+        try:
+            handed = self._update(block, targets, scalars)
+            self._tier.hand_on(partial(_settle, done, handed))
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> list[Future[Arrival]]:
         scalars.arrival.wait_on_host()
         scale, skip, _ = scalars.values.tolist()
-        arrival = ARRIVED
+        handed: list[Future[Arrival]] = []
         if skip or not targets:  # of a block whose last slice is padding, a rank may own no more than that
             if block.store is not None:
                 block.store.skip()
-            return arrival
+            return handed
         assert block.host_grad is not None
         meter = self._tier.meter
         with meter.timed("gradients"):
@@ -96,13 +108,14 @@ class HostAdam:
                 values = working.master if block.store is None else block.store.store(working, start, end, step)
                 stored = 12 if block.store is None else block.store.itemsize
                 meter.touched += (end - start) * (2 * stored + grad.itemsize + 2 * block.values.itemsize)
-            if values is not None:
-                with meter.timed("values"):
-                    arrival = self._pass_on(block, start, values, arrival)
+            if values is not None and block.values is not block.master:
+                handed.append(self._tier.hand_on(partial(self._pass_on, block, start, values)))
+                if block.store is not None:
+                    handed[-1].result()  # they are in a buffer that the next piece takes
             if block.store is not None:
                 with meter.timed("files"):
                     block.store.done(start, changed=True)
-        return arrival
+        return handed
 
     def _gradient(self, grad: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:
         """In float32, scaled."""
@@ -114,15 +127,24 @@ class HostAdam:
             return scratch
         return scratch.div_(scale) if divides else scratch.mul_(scale)
 
-    def _pass_on(self, block: Block, start: int, source: torch.Tensor, arrival: Arrival) -> Arrival:
+    def _pass_on(self, block: Block, start: int, source: torch.Tensor) -> Arrival:
         """New values to where the block keeps them."""
-        if block.values is block.master:
-            return arrival
         values = block.values[start : start + source.numel()]
-        if block.values_leave:
-            values.copy_(source)
-            return arrival
-        return self._tier.link.bring(values, source)
+        with self._tier.meter.timed("values"):
+            if block.values_leave:
+                values.copy_(source)
+                return ARRIVED
+            return self._tier.link.bring(values, source)
+
+
+def _settle(done: Future[Arrival], handed: Sequence[Future[Arrival]]) -> None:
+    """All of ``handed`` have run: the last copy ends after the others, which are on its stream."""
+    try:
+        arrivals = [future.result() for future in handed]
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(arrivals[-1] if arrivals else ARRIVED)
 
 
 def _state_of(block: Block, start: int, end: int) -> Working:

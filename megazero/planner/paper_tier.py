@@ -116,5 +116,8 @@ class PaperTier(Tier):
     def submit(self, work: Callable[[], Any]) -> Future:
         return _done(work())
 
+    def hand_on(self, work: Callable[[], Any]) -> Future:
+        return _done(work())
+
     def close(self) -> None:
         pass

@@ -11,13 +11,15 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: multiplying by it loses not
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(number of tensors,) int64 on their device: the same for the same bits, another one for others but for a chance
-    of about 1e-10. At most 32 MiB beside the tensors."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.int64)
+    """(number of tensors,) int64 on the host: the same for the same bits, on whatever device, another one for others
+    but for a chance of about 1e-10. At most 32 MiB beside the tensors."""
     weights = torch.randint(-(2**62), 2**62, (_COLUMNS,), generator=torch.Generator().manual_seed(1))
-    weights = (2 * weights + 1).to(tensors[0].device)
-    return torch.stack([_fingerprint(tensor, weights) for tensor in tensors])
+    weights = 2 * weights + 1
+    weights_on = {device: weights.to(device) for device in {tensor.device for tensor in tensors}}
+    found = torch.zeros(len(tensors), dtype=torch.int64)
+    for i, tensor in enumerate(tensors):
+        found[i] = _fingerprint(tensor, weights_on[tensor.device])
+    return found
 
 
 def _fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,8 @@ class GatheredParameters:
         enabled: false: do nothing.
 
     What is gathered is the blocks that hold the parameters, as wide as those are. Inside a forward with gradients they
-    stay until its backward has ended.
+    stay until its backward has ended. Before there is an engine, whole values are on the parameter's device, which is
+    where the model was built or moved to.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class _BlockLoan:
             for parameter, view in zip(block.parameters, block.views, strict=True):
                 if parameter in own:
                     view.copy_(parameter.data)  # it may be another tensor by now: `parameter.data = ...`
-                    _broadcast(self.group, view, modifier)
+                    if self.group.size > 1 and view.numel():
+                        self.group.broadcast(view, modifier)
             block.adopt()
 
     def end(self) -> None:
@@ -167,7 +169,7 @@ class _SliceLoan:
     def __init__(self, parameters: list[nn.Parameter], modifier: int | None) -> None:
         self._parameters = parameters
         self._slices: list[Slice] = [home_of(parameter) for parameter in parameters]
-        self.group, self.device = self._slices[0].group, self._slices[0].values.device
+        self.group, self.device = self._slices[0].group, self._slices[0].device
         self.watched: Named = {}
         if modifier is None:  # names are the module's, which is not known here
             self.watched = {f"parameter {i}, of shape {tuple(p.shape)}": p for i, p in enumerate(parameters)}
@@ -178,18 +180,11 @@ class _SliceLoan:
 
     def adopt(self, modifier: int) -> None:
         for place, parameter in zip(self._slices, self._parameters, strict=True):
-            parameter.data = parameter.data.contiguous()
-            _broadcast(self.group, parameter.data, modifier)
-            place.adopt(parameter)
+            place.adopt(parameter, modifier)
 
     def end(self) -> None:
         for place, parameter in zip(self._slices, self._parameters, strict=True):
             place.let_go(parameter)
-
-
-def _broadcast(group: Communicator, values: torch.Tensor, source: int) -> None:
-    if group.size > 1 and values.numel():
-        group.broadcast(values, source)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

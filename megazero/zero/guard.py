@@ -50,10 +50,10 @@ _ALLOWED = (
 )
 
 
-def placeholder(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of one element's memory, in the shape, dtype and device of another."""
+def placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor of one element's memory, in the shape and dtype of another, and on its device unless one is given."""
     value = float("nan") if like.is_floating_point() or like.is_complex() else 0
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+    return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
 
 
 def set_class(parameters: Sequence[nn.Parameter], before: type | None, after: type | None) -> None:
@@ -137,22 +137,25 @@ def _guarded(args: tuple, kwargs: dict, kind: type) -> list[nn.Parameter]:
 
 
 def _changes_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether it is a move to where the parameter is, as ``model.to(device)`` makes."""
+    """Whether it is a move, as ``model.to(device)`` makes, to where the parameter is, or can be without its values."""
     if func == _Tensor.data.__set__:  # a new object each time
         return args[0] is args[1]
     if func not in (_Tensor.to, _Tensor.cuda) or isinstance(next(iter(args[1:]), None), _Tensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
+        own = args[0].device
         if func is _Tensor.cuda:
             wanted = kwargs.get("device", args[1] if len(args) > 1 else None)
-            return args[0].is_cuda and (
-                wanted is None or torch.device("cuda", torch.device(wanted).index or 0) == args[0].device
-            )
-        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
-        same_device = device is None or (
-            device.type == args[0].device.type and device.index in (None, args[0].device.index)
-        )
-        return same_device and dtype in (None, args[0].dtype) and not kwargs.get("copy", False)
+            device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted or "cuda")
+        else:
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if dtype not in (None, args[0].dtype) or kwargs.get("copy", False):
+                return False
+            device = device or own
+    if device.type == own.type and device.index in (None, own.index):
+        return True
+    home = home_of(args[0])
+    return hasattr(home, "move") and home.move(args[0], device)
 
 
 def _name(func: Any) -> str:

@@ -28,14 +28,16 @@ _serials = itertools.count()
 class Slice:
     """One parameter's values, an equal part of them on every rank; the first rank's count.
 
-    ``builder``: the Init that cut it. ``serial``: the same on every rank, as all cut in one order.
+    ``builder``: the Init that cut it. ``serial``: the same on every rank, as all cut in one order. ``device``: the
+    process's, where the part is and the ranks communicate; ``parameter_device``: where the user has the parameter, and
+    its whole values are while it is held, so that what is drawn into it is drawn as without slices.
     """
 
     def __init__(self, parameter: nn.Parameter, group: Communicator, device: torch.device, builder: Any) -> None:
         self.group, self.builder, self.serial = group, builder, next(_serials)
-        self.shape, self.parameter_device = parameter.shape, parameter.device
+        self.device, self.parameter_device = device, parameter.device
         self.holders = 0
-        self.values = self._cut(parameter.detach().to(device), from_first=True)
+        self.adopt(parameter, 0)
         self._hide(parameter)
 
     @property
@@ -43,13 +45,17 @@ class Slice:
         """Whether a use makes the parameter whole, rather than being an error."""
         return self.builder.building
 
-    def _cut(self, whole: torch.Tensor, from_first: bool) -> torch.Tensor:
-        flat = whole.contiguous().view(-1)
-        if from_first and flat.numel() and self.group.size > 1:
-            self.group.broadcast(flat)
+    def adopt(self, parameter: nn.Parameter, source: int) -> None:
+        """The parameter is whole, and from here on what it is on the rank ``source``. Every rank calls."""
+        flat = parameter.detach().to(self.device).contiguous().view(-1)
+        if flat.numel() and self.group.size > 1:
+            self.group.broadcast(flat, source)
+        self.shape = parameter.shape
+        if self.holders > 1:  # who holds it as well sees it too
+            parameter.data.copy_(flat.view(self.shape))
         share = -(-flat.numel() // self.group.size)
         own = flat[self.group.rank * share : (self.group.rank + 1) * share]
-        return torch.nn.functional.pad(own, (0, share - own.numel())).clone()
+        self.values = torch.nn.functional.pad(own, (0, share - own.numel())).clone()
 
     def _hide(self, parameter: nn.Parameter) -> None:
         parameter.data = placeholder(parameter.detach())
@@ -57,8 +63,8 @@ class Slice:
         settle(parameter, self)
 
     def whole(self) -> torch.Tensor:
-        """Its values, in its shape, on the processes' device. Every rank calls."""
-        flat = torch.empty(self.values.numel() * self.group.size, dtype=self.values.dtype, device=self.values.device)
+        """Its values, in its shape, on the process's device. Every rank calls."""
+        flat = torch.empty(self.values.numel() * self.group.size, dtype=self.values.dtype, device=self.device)
         if self.group.size == 1:
             flat.copy_(self.values)
         elif flat.numel():
@@ -81,9 +87,17 @@ class Slice:
         if not self.holders:
             self._hide(parameter)
 
-    def adopt(self, parameter: nn.Parameter) -> None:
-        """The whole values were changed, alike on every rank."""
-        self.values = self._cut(parameter.detach().to(self.values.device), from_first=False)
+    def move(self, parameter: nn.Parameter, device: torch.device) -> bool:
+        """Have the parameter on another device, as ``model.to(device)`` asks: the host, or the process's. Whether it is
+        one of these."""
+        if device.type == self.device.type and device.index in (None, self.device.index):
+            device = self.device
+        elif device.type != "cpu":
+            return False
+        self.parameter_device = device
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = placeholder(parameter.detach(), device)
+        return True
 
     def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self.values = self.values.to(dtype)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megazero.checkpoint import newest, newest_or_none, open_checkpoint, save
-from megazero.checkpoint.locate import latest_tagged
+from megazero.checkpoint.locate import latest_tagged, leftovers, step_directories, tagged
 from megazero.convert import open_weights
 from megazero.errors import CheckpointError
 from tests.checkpoint import states
@@ -162,12 +162,22 @@ def test_the_newest_whole_one_is_found_and_the_damage_told(broken, damage, messa
         assert newest(broken.parent) == before
 
 
-def test_no_checkpoint_at_all(tmp_path):
+def test_no_checkpoint_at_all(tmp_path, monkeypatch):
     assert newest_or_none(tmp_path) is None and newest_or_none(tmp_path / "missing") is None
     with pytest.raises(CheckpointError, match="no such checkpoint directory"):
         newest(tmp_path / "missing")
     with pytest.raises(CheckpointError, match="holds no megazero checkpoint"):
         newest(tmp_path)
+    monkeypatch.setattr(os, "listdir", lambda path: os.open(path, os.O_WRONLY))
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: cannot be read: Is a directory"):
+        newest(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)  # paths without a last name
+    for path in ("", ".", "/"):
+        with pytest.raises(CheckpointError, match="holds no megazero checkpoint"):
+            newest(path)
+    with pytest.raises(CheckpointError, match="manifest"):
+        tagged(".", "")
     with pytest.raises(CheckpointError, match="no such checkpoint directory"):
         newest(tmp_path / "step_00000001")
     (tmp_path / "config.json").write_text("{}")
@@ -243,6 +253,9 @@ def test_latest_leads_nowhere_else(broken):
     root.mkdir()
     shutil.copytree(broken, root / "tag")
     shutil.copy(broken / "manifest.json", root.parent / "manifest.json")
+    for name in ("loop", "step_00000009", ".step_00000009.saving"):  # a link to itself is no directory
+        (root / name).symlink_to(name)
+    assert step_directories(root) == leftovers(root) == [] and newest_or_none(root) is None
     for name in ("..", "../" + broken.name, "a\0b", "", "x" * 300):
         (root / "latest").write_text(name)
         with pytest.warns(UserWarning, match="latest: names no checkpoint; using"):

@@ -235,6 +235,11 @@ def bad_bin(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"PK no archive")
 
 
+def tar_bin(directory: Path) -> None:
+    remove(directory)
+    (directory / "pytorch_model.bin").write_bytes(b"\0" * 10240)  # an empty tar archive
+
+
 def list_bin(directory: Path) -> None:
     remove(directory)
     torch.save([torch.zeros(2)], directory / "pytorch_model.bin")
@@ -323,6 +328,7 @@ def no_config(directory: Path) -> None:
         (remove, "holds neither model.safetensors nor pytorch_model.bin"),
         (lost_shard, "model-00001-of-00002.safetensors, missing"),
         (bad_bin, "pytorch_model.bin: damaged"),
+        (tar_bin, r"pytorch_model.bin: damaged or cut short$"),
         (list_bin, "pytorch_model.bin: holds a list, not a dict of tensors"),
         (code_bin, "pytorch_model.bin: damaged or cut short .or it holds more than tensors"),
         (flip_header, "model.safetensors: damaged or cut short"),

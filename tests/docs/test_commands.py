@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OWN_TEST = ("change-the-model.md",)
 BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 OWN_FLAGS = {"tools/benchmark.py": ("--warmup", "--measure", "--profile", "--memory-limit")}
+OWN_SWITCHES = ("--beside-plain-loop",)
 SEVERAL_RUNS = {"tools/benchmark_layouts.py": "tools/benchmark.py", "tools/compare_layouts.py": "pretrain/gpt.py"}
 
 
@@ -57,7 +58,7 @@ def check_script(script: str, arguments: list[str], processes: int) -> None:
         check_runs(script, arguments)
         return
     if script == "pretrain/gpt.py" or script in OWN_FLAGS:
-        settings = list(arguments)
+        settings = [word for word in arguments if script not in OWN_FLAGS or word not in OWN_SWITCHES]
         for flag in OWN_FLAGS.get(script, ()):
             if flag in settings:
                 at = settings.index(flag)

@@ -154,7 +154,7 @@ def looped(accelerator: Accelerator, out: Path | None, dummies: bool) -> dict[st
     if dummies:
         optimizer = DummyOptim(model.parameters(), **options)
         scheduler = DummyScheduler(optimizer, lr_scheduler_callable=_one_over)
-    loader = torch.utils.data.DataLoader(Samples(), batch_size=2)
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=4 // int(os.environ["WORLD_SIZE"]))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     batches, losses, norms = list(loader), [], []
 
@@ -284,7 +284,7 @@ def from_pretrained() -> dict[str, Any]:
     together()
     results = {"plain": trained(pretrained(), arguments("plain", None))}
     args = arguments("cut", settings(3))
-    model = pretrained()
+    model = pretrained().to(DEVICE)  # as scripts do
     results["cut"] = sorted({type(parameter).__name__ for parameter in model.parameters()})
     results["3"] = trained(model, args)
     args = arguments("made", settings(3))

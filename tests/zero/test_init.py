@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import distributed as dist
 from torch import nn
 
 import megazero
-from megazero.zero import GatheredParameters
+from megazero.comm import Communicator, _Works
+from megazero.zero import GatheredParameters, slices
+from megazero.zero.guard import placeholder
 from megazero.zero.homes import home_of
 from megazero.zero.slices import Pending, Slice
 from tests.foreign.models import ADAMW, Odd, batch, build, config, plain, whole_weights
@@ -195,6 +197,58 @@ def test_from_pretrained(ranks: Callable, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     for found in ranks(2, loaded, str(tmp_path)):
         assert all(found.values()), found
+
+
+class OfTheDevice(Communicator):
+    """The second rank of two, whose group serves one device; the first rank has ones everywhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, 2, 1)
+        self.device = device
+
+    def broadcast(self, buffer: torch.Tensor, source: int = 0) -> None:
+        assert buffer.device == self.device and buffer.is_contiguous()
+        buffer.fill_(1.0)
+
+    def all_gather(self, buffers: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]) -> Any:
+        assert {value.device for value in (*buffers, *slices)} == {self.device}
+        return _Works([])
+
+    def all_reduce(self, buffers: Sequence[torch.Tensor]) -> Any:
+        assert {value.device for value in buffers} == {self.device}
+        return _Works([])
+
+
+class Built:
+    building = False
+
+
+def test_ranks_communicate_on_their_device_wherever_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """meta stands for a GPU: what is on one is not on the host, and a group over NCCL serves only the GPUs."""
+    gpu, host = torch.device("meta"), torch.device("cpu")
+    # Unlike a GPU's, meta's values do not come back, nor can a parameter of the host's be moved there.
+    monkeypatch.setattr(Slice, "whole", lambda place: torch.zeros(place.shape))
+    monkeypatch.setattr(slices, "placeholder", lambda like, device=None: placeholder(like))
+    model = nn.Linear(3, 5)
+    places = [Slice(parameter, OfTheDevice(gpu), gpu, Built()) for parameter in model.parameters()]
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        assert model.weight.device == model.bias.device == host  # as it was built
+        model.weight.data = torch.empty(3, 5).t()
+    assert places[0].values.device == gpu and places[0].values.shape == (8,)
+    assert model.to(host) is model and model.to(gpu, torch.float32) is model
+    assert [place.parameter_device for place in places] == [gpu, gpu]
+    with pytest.raises(megazero.MegazeroError, match="GatheredParameters"):
+        model.cuda()
+
+
+def test_who_holds_a_parameter_as_well_sees_its_changes() -> None:
+    parameter = nn.Parameter(torch.zeros(5, 3))
+    place = Slice(parameter, OfTheDevice(torch.device("cpu")), torch.device("cpu"), Built())
+    with GatheredParameters(parameter, modifier_rank=0):
+        with GatheredParameters(parameter, modifier_rank=0):
+            parameter.data = torch.zeros(3, 5).t()
+        assert torch.equal(parameter, torch.ones(5, 3))
+    assert torch.equal(place.values, torch.tensor([1.0] * 7 + [0.0]))
 
 
 def wrong_uses() -> list[str]:

@@ -119,7 +119,7 @@ class PipelineEngine(ZeroEngine):
         """Of this rank's micro-batches; zero where it is not on the last stage. float64."""
         if not self.is_last_stage():
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(losses).mean()
+        return torch.stack(losses).mean().to(self.device)
 
     def _read(self, what: str, data_iter: Iterator[Any] | None, count: int) -> list[MicroBatch]:
         """The micro-batches of a step, before anything is computed: other stages would wait for one that is missing."""

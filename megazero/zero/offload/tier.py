@@ -1,4 +1,4 @@
-"""What a rank keeps off its device, and the thread that updates it."""
+"""What a rank keeps off its device, the thread that updates it, and the one that hands new values on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -17,12 +18,16 @@ from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import BlockShare, HostState, host_state
 
+SENDERS = 8
+"""The update's threads to one that rounds its results: it passes over five times as much memory."""
+
 
 class Tier:
     """The host side of one rank.
 
     [Note: one worker] Updates run one after another in one thread, in the order in which they were asked for, each on
-    all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first.
+    all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first. What is
+    new goes to the device in a second thread, on a few cores, while the worker is at the next piece.
     """
 
     def __init__(self, settings: Offload, device: torch.device, planned: HostState) -> None:
@@ -39,23 +44,29 @@ class Tier:
         self.threads = settings.threads or own_threads()
         pinned = settings.pin_memory and settings.pin_parameters
         self.meter = Meter(self.link.bytes, self.threads, own_threads(), pinned)
-        self._worker = ThreadPoolExecutor(1, "offload", self._begin)
+        self._worker = ThreadPoolExecutor(1, "offload", self._begin, (self.threads,))
+        self._sender = ThreadPoolExecutor(1, "offload_values", self._begin, (-(-self.threads // SENDERS),))
         self._scratch: dict[str, torch.Tensor] = {}
 
-    def _begin(self) -> None:
+    def _begin(self, threads: int) -> None:
         torch.set_grad_enabled(False)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             # Launchers set OMP_NUM_THREADS to 1; this number is of this thread alone.
-            torch.set_num_threads(self.threads)
+            torch.set_num_threads(threads)
 
     def submit(self, work: Callable[[], None]) -> Future:
         """``work()`` in the worker, after what was asked for before."""
         return self._worker.submit(work)
 
+    def hand_on(self, work: Callable[[], Any]) -> Future:
+        """``work()`` in the thread for new values, after what was asked for before."""
+        return self._sender.submit(work)
+
     def close(self) -> None:
-        """Wait for the worker and end it; files are removed."""
+        """Wait for the threads and end them; files are removed."""
         self._worker.shutdown()
+        self._sender.shutdown()
         if self.disk is not None:
             self.disk.close()
 
