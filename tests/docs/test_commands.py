@@ -6,14 +6,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megazero.config import load_config
-from tests.script_help import help_of
+from tests.forked_scripts import help_of, run_forked
 from tools.layout_runs import parse_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,9 +141,7 @@ def test_worked_example_runs(tmp_path: Path):
                 words[at] = str(shorten(int(words[at])))
         words += ["--train.eval_steps", "1"] if "pretrain/gpt.py" in words else []
         words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
-        done = subprocess.run(
-            [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        done = run_forked(*words[1:], directory=tmp_path, environment=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         output.append(done.stdout)
     assert "step 4/4" in output[1] and "validation loss" in output[1]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import megazero
+from tests.forked_scripts import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "from-deepspeed.md").read_text()
@@ -42,8 +41,7 @@ def test_script_runs(number: int, launcher: str, expected: list[str], tmp_path: 
     script.write_text(SCRIPTS[number])
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *LAUNCHERS[launcher], str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_forked(*LAUNCHERS[launcher], script, directory=tmp_path, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in expected:
         assert text in done.stdout, done.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.script_help import help_of
+from tests.forked_scripts import help_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from megazero.checkpoint.locate import newest_or_none
 from megazero.resilience.signals import StopRequest
 from tests.engine.tiny import flags, rank_files, run_script, tiny, write_corpus
+from tests.forked_scripts import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,9 +39,9 @@ def test_a_killed_rank_and_a_damaged_checkpoint_cost_a_restart_and_no_more(
     """SIGKILL after step 5, where step 4 is saved; the launcher starts the job again by itself. Then a bit flips."""
     whole, here = tmp_path / "whole", tmp_path / "here"
     ranks(2, run_script, tiny(corpus, saved(whole)))
-    command = [sys.executable, "-m", "megazero", "launch", "--nproc", "2", "--restarts", "1"]
+    command = ["-m", "megazero", "launch", "--nproc", "2", "--restarts", "1"]
     command += [str(Path(__file__).with_name("job.py")), "kill", "1", "5", *flags(tiny(corpus, saved(here)))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_forked(*command, directory=ROOT)
     assert done.returncode == 0, done.stderr
     assert "was killed by SIGKILL; restart 1 of at most 1 in a row, in 5 s" in done.stderr
     assert "2 processes begin after step 4 (restart 1)" in done.stdout

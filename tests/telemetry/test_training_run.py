@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megazero.telemetry.commit import running_commit
+from tests.forked_scripts import run_forked
 from tests.telemetry.wandb_file import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,12 +37,9 @@ def train(folder: Path, steps: int) -> None:
         "log.wandb": "project",
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    subprocess.run(
-        [sys.executable, str(ROOT / "pretrain" / "gpt.py"), *flags],
-        cwd=folder,
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},
-        check=True,
-    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    done = run_forked(ROOT / "pretrain" / "gpt.py", *flags, directory=folder, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_offline_wandb_run_equals_the_jsonl_series_and_resumes_under_its_id(tmp_path: Path):

@@ -17,6 +17,7 @@ from megazero.convert import import_checkpoint
 from megazero.errors import ConvertError, DataError, MegazeroError
 from megazero.generation import TextStream
 from tests.data.helpers import FIXTURES
+from tests.forked_scripts import run_forked
 from tests.generation.models import expected
 from tests.models.hf_reference import randomize
 from tools.generate import Output, main
@@ -176,9 +177,7 @@ def launch(model: GPT2LMHeadModel, *arguments: object, text: str) -> subprocess.
     command = ["-m", "megazero", "launch", "--nproc", "2", "tools/generate.py", "--tp", "2"]
     command += ["--checkpoint", model.directory, "--tokenizer", "byte", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *map(str, command)], input=text, capture_output=True, text=True, cwd=ROOT, env=environment
-    )
+    return run_forked(*command, directory=ROOT, environment=environment, text=text)
 
 
 def test_two_processes_print_one_text(model) -> None:
