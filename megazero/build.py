@@ -1,7 +1,7 @@
 """From settings to one rank's model: the one place that knows the order in which everything is applied.
 
-Model on the meta device → tensor parallelism → recompute → compile → place of activations → ZeRO. Nothing before the
-last takes memory.
+Model on the meta device → tensor parallelism → fused pieces → recompute → compile → place of activations → ZeRO.
+Nothing before the last takes memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from megazero.config import Config
 from megazero.models.config import ModelConfig
 from megazero.models.context import ContextBuilder
 from megazero.models.gpt import GPT
+from megazero.models.mlp import gelu_tanh
+from megazero.models.norm import LayerNorm
 from megazero.pipeline.partition import given_partition, layer_costs, partition_layers
 from megazero.sharding import Replication, ShardSpec
 from megazero.stage import DecoderStage
@@ -82,6 +84,8 @@ def build_stage(
     )
     decoder, specs = describe_stage(config, model, topology.coordinates, tp)
     compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
+    if compiles and device.type == "cuda":
+        fuse_layers(decoder)
     wrap_layers(decoder, config.train.recompute, compiles, tp.size, keeps_rng=model.attention_dropout_rate > 0)
     if config.train.offload_activations:
         # Outside of what is compiled: the copies are no part of its graph.
@@ -142,6 +146,18 @@ def _keep(context, operation, *args, **kwargs) -> CheckpointPolicy:
 
 COMPILER_RECOMPUTES_FUNCTIONS = torch.__version__ >= "2.13"
 """Whether a compiled checkpoint lets go of what an autograd.Function in it saves."""
+
+
+def fuse_layers(decoder: GPT) -> None:
+    """Put the pieces of models/fused.py into layers to be compiled for a GPU that have what they are for."""
+    from megazero.models import fused  # triton comes with torch's CUDA builds only
+
+    for layer in decoder.layers.values():
+        norm, mlp = layer.mlp_norm, layer.mlp
+        if isinstance(norm, LayerNorm) and norm.weight.numel() <= fused.MOST_FEATURES:
+            layer.add_norm = fused.add_norm
+        if mlp.activation is gelu_tanh and mlp.inner.bias is not None:
+            mlp.bias_activation = fused.bias_gelu
 
 
 def wrap_layers(decoder: GPT, recompute: str, compiles: bool, tp_size: int, keeps_rng: bool) -> None:

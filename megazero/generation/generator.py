@@ -157,7 +157,7 @@ class Generator:
         """Tokens (B, S) through all stages → on the last one each row's logits at ``last``, see ``_logits``."""
         layout, stage = self.topology.layout, self.topology.coordinates["pp"]
         rows, size = len(tokens), len(tokens[0])
-        cache.begin(context.positions.view(rows, size), length)
+        cache.begin(context.positions.view(-1, size).expand(rows, size), length)
         context = context._replace(cache=cache)
         transfers = None
         if layout.pp > 1:

@@ -29,7 +29,7 @@ class Context(NamedTuple):
 
     seq_length: S.
     cos, sin: rotary tables, (S, D) or, with per-document positions, (T, D), float32; None with learned positions.
-    positions: (T,) int64, position of each token; read by learned position embeddings.
+    positions: (S,) int64, the same in every sequence, or, per document, (T,); read by learned position embeddings.
     mask: None for plain causal attention, else (B or 1, 1, S, keys) bool, True where a query sees a key.
     dropout_key: (T,) int64, a number unique to each token of the run, or None without dropout.
         Where activations are a slice of the T tokens this is the same slice.
@@ -83,7 +83,6 @@ class ContextBuilder:
         ``documents`` (B, S) int64: tokens see only those of the same number; None is no such bound.
         ``samples`` (B,) int64: numbers of the sequences, each used once in a run; needed to train with dropout.
         """
-        sequence = self._order.expand(batch_size, self._seq_length)
         cos, sin = (None, None) if self._tables is None else self._tables
         if positions is not None and self._inv_freq is not None:
             cos, sin = rotary.tables(self._inv_freq, self._amplitude, positions.flatten())
@@ -92,9 +91,9 @@ class ContextBuilder:
             mask = (self._visible & (documents[:, :, None] == documents[:, None, :]))[:, None]
         key = None
         if samples is not None and self._has_dropout:
-            key = token_keys((samples[:, None] * self._seq_length + sequence).flatten(), self._seed)
-        positions = sequence if positions is None else positions
-        return Context(self._seq_length, cos, sin, positions.flatten(), mask, key)
+            key = token_keys((samples[:, None] * self._seq_length + self._order).flatten(), self._seed)
+        positions = self._order if positions is None else positions.flatten()
+        return Context(self._seq_length, cos, sin, positions, mask, key)
 
 
 def build_context(

@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         """(T,) int64 → (T, H)."""
         x_TH = self.word(tokens_T)
         if self.position is not None:
-            x_TH = x_TH + self.position(context.positions)
+            x_TH = x_TH + self.position(context.positions, tokens_T.numel())
         return self.dropout(x_TH, context.dropout_key)
 
 
@@ -40,7 +40,12 @@ class Layer(nn.Module):
     """Attention and MLP, each on a normalised copy of the residual stream that it adds to ("pre-norm").
 
     Layers of one model differ in their parameters alone, so one compiled graph serves them all.
+
+    ``add_norm``: the first addition and the norm behind it in one (x, branch, weight, bias, eps → sum, normed), where a
+    build has put one.
     """
+
+    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -56,8 +61,13 @@ class Layer(nn.Module):
     def forward(self, x_TH: torch.Tensor, context: Context) -> torch.Tensor:
         """(T, H) → (T, H). ``context.dropout_key`` is already this layer's own."""
         attended = self.attention(self.attention_norm(x_TH), context)
-        x_TH = x_TH + self.attention_dropout(attended, context.dropout_key)
-        return x_TH + self.mlp_dropout(self.mlp(self.mlp_norm(x_TH)), context.dropout_key)
+        attended, norm = self.attention_dropout(attended, context.dropout_key), self.mlp_norm
+        if self.add_norm is None:
+            x_TH = x_TH + attended
+            normed = norm(x_TH)
+        else:
+            x_TH, normed = self.add_norm(x_TH, attended, norm.weight, norm.bias, norm.eps)
+        return x_TH + self.mlp_dropout(self.mlp(normed), context.dropout_key)
 
 
 class GPT(nn.Module):

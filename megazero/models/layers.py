@@ -29,9 +29,9 @@ class ProjectIn(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(T, in_features) → one (T, part.size) per part."""
-        y = F.linear(x_TH, self.weight, self.bias)
+    def forward(self, x_TH: torch.Tensor, with_bias: bool = True) -> tuple[torch.Tensor, ...]:
+        """(T, in_features) → one (T, part.size) per part. ``with_bias``: false: the caller adds it."""
+        y = F.linear(x_TH, self.weight, self.bias if with_bias else None)
         return y.split([p.size for p in self.parts], dim=-1)
 
 
@@ -62,15 +62,15 @@ class WordEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Positions (T,) → (T, H), learned."""
+    """Positions, of one sequence (S,) or of each of T tokens (T,), → (T, H), learned."""
 
     def __init__(self, max_positions: int, hidden_size: int) -> None:
         super().__init__()
         self.max_positions, self.hidden_size = max_positions, hidden_size
         self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
 
-    def forward(self, positions_T: torch.Tensor) -> torch.Tensor:
-        return F.embedding(positions_T, self.weight)
+    def forward(self, positions: torch.Tensor, tokens: int) -> torch.Tensor:
+        return repeat_rows(F.embedding(positions, self.weight), tokens)
 
 
 class Head(nn.Module):
@@ -83,6 +83,11 @@ class Head(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TH, self.weight)
+
+
+def repeat_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """(R, H) → (count, H), R dividing count. Backward adds the repeats up in a fixed order, without a scatter."""
+    return rows.expand(count // rows.shape[0], *rows.shape).flatten(0, 1)
 
 
 def depth_scaled_std(std: float, num_layers: int) -> float:

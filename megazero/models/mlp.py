@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,23 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form (Hendrycks, Gimpel 2016, arXiv:1606.08415, section 2)."""
+    # The tanh that torch's compiler calls on a GPU takes longer than to move the tensor through memory.
+    if torch.compiler.is_compiling() and x.is_cuda:
+        return gelu_by_sigmoid(x)
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_by_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The same function: x σ(√(8/π) (x + 0.044715 x³)), in float32 inside (float64 where the input is)."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (y * torch.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y * y * y))).to(x.dtype)
+
+
 _BUILTIN: dict[str, Callable[..., torch.Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
     "silu": F.silu,
     "swiglu": swiglu,
@@ -31,7 +45,12 @@ assert _BUILTIN.keys() == registry.BUILTIN_ACTIVATIONS.keys()
 
 
 class MLP(nn.Module):
-    """down(activation(inner(x))); ``inner`` projects to ``up``, or to ``gate`` and ``up``."""
+    """down(activation(inner(x))); ``inner`` projects to ``up``, or to ``gate`` and ``up``.
+
+    ``bias_activation``: the activation of ``inner``'s products and its bias in one, where a build has put one.
+    """
+
+    bias_activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -42,4 +61,7 @@ class MLP(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """(T, H) → (T, H)."""
-        return self.down(self.activation(*self.inner(x_TH)))
+        if self.bias_activation is None:
+            return self.down(self.activation(*self.inner(x_TH)))
+        (products,) = self.inner(x_TH, with_bias=False)
+        return self.down(self.bias_activation(products, self.inner.bias))

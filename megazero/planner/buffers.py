@@ -13,7 +13,7 @@ from megazero.models import registry
 from megazero.models.config import ModelConfig
 from megazero.planner.activations import Kernels, Sizes, layer_bytes, loss_kept_bytes
 from megazero.planner.model_state import Buffer
-from megazero.tensor_parallel.cross_entropy import CHUNK_ELEMENTS, chunk_size
+from megazero.tensor_parallel.cross_entropy import chunk_limit, chunk_size
 from megazero.zero.flat import buckets
 from megazero.zero.sharded import ZeroSettings
 
@@ -66,12 +66,16 @@ def bucket_elements(buffers: Sequence[Buffer], limit: int) -> list[int]:
 def loss_bytes(size: Sizes, kernel: Kernels) -> int:
     """What the chunked loss needs at once besides what it keeps: a chunk's logits, and the gradients it adds up.
 
-    Of a chunk's logits, eager code holds two float32 copies at once (the logits less their maximum, and their
-    exponentials, which become the gradient) and that gradient in the activations' dtype. Compiled, only the product and
-    the gradient are ever there, both in that dtype.
+    On a GPU, where the vocabulary is not cut, a chunk's logits are overwritten by their gradient. Elsewhere eager code
+    holds two float32 copies at once (the logits less their maximum, and their exponentials, which become the gradient)
+    and that gradient in the activations' dtype; compiled, only the product and the gradient are ever there, both in
+    that dtype.
     """
-    chunk = chunk_size(size.tokens, size.vocab, CHUNK_ELEMENTS)
+    in_place = kernel.gpu and size.tp == 1
+    chunk = chunk_size(size.tokens, size.vocab, chunk_limit(in_place))
     copies = 2 * kernel.element if kernel.compiled else 2 * 4 + (kernel.element if kernel.element < 4 else 0)
+    if in_place:
+        copies = kernel.element
     logits = chunk * size.vocab * copies
     weight, hidden = size.vocab * size.hidden, size.tokens * size.hidden
     sums = size.residual * kernel.element  # the hidden states themselves

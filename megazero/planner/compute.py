@@ -13,7 +13,7 @@ from megazero.models.config import ModelConfig
 from megazero.planner.activations import Sizes
 from megazero.planner.chips import Chip
 from megazero.planner.practice import MEGAZERO, Practice
-from megazero.tensor_parallel.cross_entropy import CHUNK_ELEMENTS, chunk_size
+from megazero.tensor_parallel.cross_entropy import chunk_limit, chunk_size
 
 ELEMENT = 2  # bytes of an activation or parameter in 16 bits
 
@@ -165,7 +165,7 @@ def head_seconds(machine: Machine, size: Sizes) -> Pass:
     norm = machine.pointwise(4 * size.residual, 2)
     if machine.practice.loss_has_backward:
         return products + (norm + logits / 2, norm + logits / 2)
-    chunk = chunk_size(size.tokens, size.vocab, CHUNK_ELEMENTS)
+    chunk = chunk_size(size.tokens, size.vocab, chunk_limit(in_place=size.tp == 1))
     chunks = -(-size.tokens // chunk)
     sums = machine.moved(8 * size.vocab * size.hidden * chunks) if chunks > 1 else 0.0
     scaled = machine.pointwise(2 * (size.residual + size.vocab * size.hidden), 2)

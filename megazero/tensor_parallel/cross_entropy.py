@@ -22,7 +22,7 @@ from megazero.tensor_parallel.mappings import (
 )
 
 TILE = 256  # tokens
-CHUNK_ELEMENTS = 1 << 28  # logits per chunk: 512 MiB in bfloat16
+CHUNK_ELEMENTS = 1 << 28  # logits per chunk: 512 MiB in bfloat16, where there are two copies of them
 
 
 def chunk_loss(
@@ -64,6 +64,11 @@ def chunk_loss(
     # Put there last: a scatter into float32 would keep the compiler from ever having all of it in 16 bits alone.
     grad_C = indexed_C.exp() * scale_C - torch.where(here_C, weights_C, 0.0)
     return loss_C, grad_CV.scatter_(1, index_C1, grad_C[:, None].to(x_CH.dtype))
+
+
+def chunk_limit(in_place: bool) -> int:
+    """Most logits held at once; ``in_place``: their gradient takes their place."""
+    return CHUNK_ELEMENTS * (2 if in_place else 1)
 
 
 def chunk_size(tokens: int, rows: int, limit: int) -> int:
@@ -112,8 +117,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad, grad_weight * grad, *([None] * 7)
+        gradients = ctx.saved_tensors
+        # In place, and by vectorised kernels: a product with a tensor of no dims goes element by element.
+        torch._foreach_mul_(gradients, grad.to(gradients[0].dtype))
+        return *gradients, *([None] * 7)
 
 
 def linear_cross_entropy(
@@ -125,7 +132,7 @@ def linear_cross_entropy(
     valid: int,
     tp: TensorParallel,
     chunk_fn: Callable[..., tuple[torch.Tensor, torch.Tensor]] = chunk_loss,
-    limit: int = CHUNK_ELEMENTS,
+    limit: int | None = None,
 ) -> torch.Tensor:
     """Σ weight · cross-entropy over all tokens, a float32 scalar, the same on every tensor-parallel rank.
 
@@ -133,6 +140,13 @@ def linear_cross_entropy(
         x_TH: hidden states (T or T/tp, H), as a rank holds them outside the tensor-parallel region.
         weight_VH: this rank's vocabulary rows; row i is token ``start`` + i, rows from ``valid`` on padding.
         targets_T: int64 token ids of all T tokens; weights_T: float32, 0 takes a token out of the loss.
-        chunk_fn: ``chunk_loss`` or a compiled form of it; ``limit``: most logits held at once.
+        chunk_fn: ``chunk_loss`` or a compiled form of it; one kernel takes its place on a GPU, where the vocabulary is
+            not cut. ``limit``: most logits held at once, ``chunk_limit`` by default.
     """
+    in_place = x_TH.is_cuda and tp.size == 1
+    if in_place:
+        from megazero.tensor_parallel import loss_kernel  # triton comes with torch's CUDA builds only
+
+        chunk_fn = loss_kernel.chunk_loss
+    limit = chunk_limit(in_place) if limit is None else limit
     return _LinearCrossEntropy.apply(x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit)

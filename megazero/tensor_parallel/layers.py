@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazero.models.layers import Head, PositionEmbedding, ProjectIn, ProjectOut, WordEmbedding
+from megazero.models.layers import Head, PositionEmbedding, ProjectIn, ProjectOut, WordEmbedding, repeat_rows
 from megazero.sharding import Piece, Rectangle, Replication, ShardSpec, whole
 from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entropy
 from megazero.tensor_parallel.deferred import DeferringLinear, deferring_linear
@@ -68,11 +68,12 @@ class ColumnParallelLinear(DeferringLinear):
         if self.bias is not None:
             self.specs["bias"] = spec("bias", ())
 
-    def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(T or T/tp, H) → one (T, local features) per part."""
+    def forward(self, x_TH: torch.Tensor, with_bias: bool = True) -> tuple[torch.Tensor, ...]:
+        """(T or T/tp, H) → one (T, local features) per part. ``with_bias``: false: the caller adds it."""
+        bias = self.bias if with_bias else None
         if self.probe is not None:
-            return deferring_linear(self, x_TH, self.bias, column=True).split(self.sizes, dim=-1)
-        return column_linear(x_TH, self.weight, self.bias, self.tp).split(self.sizes, dim=-1)
+            return deferring_linear(self, x_TH, bias, column=True).split(self.sizes, dim=-1)
+        return column_linear(x_TH, self.weight, bias, self.tp).split(self.sizes, dim=-1)
 
 
 class RowParallelLinear(DeferringLinear):
@@ -154,6 +155,9 @@ class SlicedPositionEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
         self.specs = {"weight": replicated(whole(f"{path}.weight", shape), tp, tp.sequence_parallel)}
 
-    def forward(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """(T,) int64 → (T or T/tp, H)."""
-        return F.embedding(self.tp.slice_tokens(positions_T), self.weight)
+    def forward(self, positions: torch.Tensor, tokens: int) -> torch.Tensor:
+        """int64 (S,), of each sequence, or (T,) → (T or T/tp, H)."""
+        own = self.tp.local_tokens(tokens)
+        if own % positions.numel():  # a rank's tokens are no whole sequences
+            positions = self.tp.slice_tokens(positions.repeat(tokens // positions.numel()))
+        return repeat_rows(F.embedding(positions, self.weight), own)

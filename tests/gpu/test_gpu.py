@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -12,10 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.build import fuse_layers, wrap_layers
 from megazero.config import load_config
+from megazero.models.config import ModelConfig
+from megazero.models.context import build_context
+from megazero.models.gpt import GPT
 from megazero.planner.memory import plan
 from megazero.telemetry.timeline import bubble_fraction, measured_bars
-from megazero.tensor_parallel.cross_entropy import linear_cross_entropy
+from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entropy
 from megazero.tensor_parallel.mappings import TensorParallel
 from tests.engine.tiny import (
     ROOT,
@@ -227,6 +232,61 @@ def test_chunks_of_the_logits_add_up() -> None:
         loss.backward()
         assert abs(loss.item() - exact.item()) < 1.2 * abs(plain.item() - exact.item()) + 1e-6 * exact.item()
         assert all(own < 1.2 * theirs for own, theirs in zip(distances(), torchs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "valid"), [(37, 37), (9000, 8990), (50304, 50257), (128256, 128256)])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_kernel_of_the_loss_is_the_plain_loss(dtype: torch.dtype, columns: int, valid: int, scale: float) -> None:
+    """Both against the same in float64, from the same rounded logits; infinities become NaN, not a number."""
+    from megazero.tensor_parallel import loss_kernel
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = (torch.randn(70, 16, device="cuda", generator=generator) * scale).to(dtype)
+    weight = torch.randn(columns, 16, device="cuda", generator=generator).to(dtype)
+    targets = torch.randint(valid, (70,), device="cuda", generator=generator)
+    targets[0], targets[1] = 0, valid - 1
+    weights = torch.rand(70, device="cuda", generator=generator)
+    weights[2] = 0.0
+    logits = (x @ weight.t()).double()[:, :valid].requires_grad_()
+    exact = torch.nn.functional.cross_entropy(logits, targets, reduction="none") * weights
+    exact.sum().backward()
+    rounding = 1e-6 if dtype == torch.float32 else 3e-3
+    for function in (loss_kernel.chunk_loss, chunk_loss):
+        loss, gradient = function(x, weight, targets, weights, 0, valid, None, True)
+        assert float((loss - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+        assert float((gradient[:, :valid] - logits.grad).norm()) <= rounding * float(logits.grad.norm())
+        assert not gradient[:, valid:].any()
+        assert torch.equal(function(x, weight, targets, weights, 0, valid, None, False)[0], loss)
+    x[3] = float("inf")
+    loss, gradient = loss_kernel.chunk_loss(x, weight, targets, weights, 0, valid, None, True)
+    assert loss[3].isnan() and gradient[3].isnan().any() and not loss[:3].isnan().any() and not loss[4:].isnan().any()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_fused_pieces_is_the_plain_layer(dtype: torch.dtype, recompute: str) -> None:
+    """Outputs and gradients of compiled layers are as near to float64 as those of plain ones; sizes fill no tile."""
+    config = ModelConfig(num_layers=2, hidden_size=96, num_attention_heads=4, ffn_hidden_size=200, vocab_size=64)
+    generator = torch.Generator("cuda").manual_seed(0)
+    plain = GPT(config, first=False, last=False).cuda()
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    plain.to(dtype)
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    fuse_layers(fused)
+    assert all(layer.add_norm and layer.mlp.bias_activation for layer in fused.layers.values())
+    wrap_layers(fused, recompute, compiles=True, tp_size=1, keeps_rng=False)
+    x = torch.randn(7 * 149, 96, device="cuda", generator=generator).to(dtype)
+    found = []
+    for model, kind in ((fused, dtype), (plain, dtype), (exact, torch.float64)):
+        given = x.detach().to(kind, copy=True).requires_grad_()
+        y = model(given, build_context(config, 149, 7, device="cuda"))
+        y.backward(torch.ones_like(y) + 0.5 * y.detach())
+        found.append([y.detach(), given.grad, *(parameter.grad for parameter in model.parameters())])
+    for ours, theirs, wanted in zip(*found, strict=True):
+        ours, theirs = (float((t.double() - wanted).norm() / wanted.norm()) for t in (ours, theirs))
+        assert ours <= 1.3 * theirs + 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
