@@ -132,9 +132,11 @@ class HuggingFaceTokenizer:
         if config.is_file():
             try:
                 eos = json.loads(config.read_text("utf-8")).get("eos_token")
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, RecursionError) as error:
                 raise DataError(f"{config} is not a JSON object: {error}") from error
             eos = eos.get("content") if isinstance(eos, dict) else eos
+            if eos is not None and not isinstance(eos, str):
+                raise DataError(f"{config}: eos_token is no text of a token")
             names = (eos,) if eos else names
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return next((i for i in ids if i is not None), None)

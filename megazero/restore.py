@@ -282,7 +282,7 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     optimizer.adam.count.fill_(meta["optimizer_steps"])
     if optimizer.fp16 and meta["loss_scale"] is not None:
         optimizer.loss_scale.fill_(meta["loss_scale"])
-        optimizer.good_steps.fill_(meta["loss_scale_good_steps"])
+        optimizer.good_steps.fill_(meta["loss_scale_good_steps"] or 0)
     if optimizer.bad_steps is not None:
         optimizer.bad_steps.load(meta.get("bad_steps") or NOTHING_SEEN)
     if same:
@@ -301,7 +301,7 @@ def _left_out(checkpoint: Checkpoint, group: Group) -> list[range]:
     if group.rank == 0:
         try:
             found = left_out.decode(checkpoint.meta.get("left_out", []))
-            found += left_out.read(checkpoint.path.parent, checkpoint.meta["run_id"])
+            found += left_out.read(checkpoint.path.parent, checkpoint.meta.get("run_id"))  # weights alone have none
         except CheckpointError as caught:
             error = caught
         except (ValueError, TypeError) as caught:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megazero.checkpoint import files
 from megazero.errors import CheckpointError
+from megazero.small_files import read_small
 
 NAME = "left_out.json"
 
@@ -38,11 +39,11 @@ def read(root: Path, run_id: str | None) -> list[range]:
     """What that run has written there; nothing where another run has, or none. Raises CheckpointError."""
     path = root / NAME
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_small(path))
         return decode(content["left_out"]) if content["run_id"] == run_id else []
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error!r}); restore it, or remove it: samples that were left out are then read"
         ) from error

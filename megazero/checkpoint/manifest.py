@@ -210,6 +210,8 @@ def _decode_file(file: dict[str, Any], parameters: dict[str, tuple[int, ...]]) -
     state = []
     for tensor in file["state"]:
         shape = _sizes(tensor["shape"])
+        if not isinstance(tensor["key"], str):
+            raise ValueError(f"{tensor['key']} is not the name of a tensor")
         state.append(StateTensor(tensor["key"], tensor["dtype"], shape, *place(tensor, tensor["dtype"], shape)))
     return RankFile(name, size, file["header_checksum"], tuple(chunks), tuple(state))
 

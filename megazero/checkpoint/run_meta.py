@@ -41,11 +41,16 @@ _RIGHT: dict[tuple[str, ...], Callable[[Any], bool]] = {
 }
 
 
+_YOUNGER = {"bad_steps"}
+"""Notes that earlier checkpoints lack."""
+
+
 def check_run(checkpoint: Checkpoint) -> None:
     """CheckpointError, naming the note, unless a run can go on from what the checkpoint says of the one that saved."""
     if "exp_avg" not in checkpoint.kinds:
         return  # weights alone, which are refused when they are read
     for path, right in _RIGHT.items():
-        if not right(manifest.within(checkpoint.meta, *path)):
+        there = path[0] in checkpoint.meta or path[0] in _YOUNGER
+        if not there or not right(manifest.within(checkpoint.meta, *path)):
             where = f"{checkpoint.path / manifest.NAME}: meta.{'.'.join(path)}"
             raise CheckpointError(f"{where} is not as a run writes it; as model.init_from its weights can be taken")

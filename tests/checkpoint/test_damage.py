@@ -200,6 +200,10 @@ def state_of_a_terabyte(body: dict) -> None:
     body["files"][0]["state"][0]["shape"] = [2**40]
 
 
+def state_without_a_name(body: dict) -> None:
+    body["files"][0]["state"][0]["key"] = [0]
+
+
 def shapeless(body: dict) -> None:
     body["parameters"]["embedding.word.weight"] = {}
 
@@ -229,6 +233,7 @@ def no_files(body: dict) -> None:
         (edit_chunk(dtype="F4"), "F4"),
         (edit_chunk(name="layers.9.nothing"), "layers.9.nothing"),
         (state_of_a_terabyte, "is not inside the .* bytes of rank_00000.safetensors"),
+        (state_without_a_name, r"\[0\] is not the name of a tensor"),
         (shapeless, "shape"),
         (no_files, "files"),
         (lambda body: body.update(meta=[]), "meta is no object"),

@@ -58,6 +58,13 @@ def test_what_no_run_writes_is_named(name: str, value: Any) -> None:
         check_run(of({**GOOD, name: value}, "exp_avg"))
 
 
+@pytest.mark.parametrize("name", [name for name in GOOD if name != "bad_steps"])
+def test_what_a_run_writes_is_all_there(name: str) -> None:
+    meta = {key: value for key, value in GOOD.items() if key != name}
+    with pytest.raises(CheckpointError, match=rf"meta.{name}.* is not as a run writes it"):
+        check_run(of(meta, "exp_avg"))
+
+
 def test_a_random_state_that_is_none() -> None:
     good = torch.get_rng_state()
     check_rng_state({"rng_cpu": good}, Path("here"))

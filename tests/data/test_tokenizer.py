@@ -97,6 +97,10 @@ def test_hf_recognises_special_tokens_and_finds_the_end(tmp_path):
     assert load_tokenizer(f"hf:{tmp_path}").eod_id == 2
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     assert load_tokenizer(f"hf:{tmp_path}").eod_id == 2
+    for text in ("[" * 100_000, "[]", '{"eos_token": 5}', '{"eos_token": {"content": []}}'):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(DataError, match="tokenizer_config.json"):
+            load_tokenizer(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize("name", ["botchan_en_bpe_1000", "botchan_en_unigram_1000", "mistral_v1"])

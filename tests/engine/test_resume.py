@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from megazero.checkpoint import newest
+from megazero.convert.importer import import_checkpoint
+from megazero.errors import CheckpointError
 from tests.distributed import harness
 from tests.distributed.harness import RankFailure
 from tests.engine.tiny import (
+    ROOT,
     assert_close,
     assert_weights_close,
+    open_run,
     rank_files,
     run_script,
     run_script_until_killed,
@@ -180,6 +184,14 @@ def test_the_checkpoint_directory_is_all_that_is_needed(corpus: Path, tmp_path: 
     shutil.rmtree(first)
     run_script(settings | {"train.steps": 4})
     assert newest(run).name == "step_00000004"
+
+
+def test_weights_alone_are_no_run_to_resume(corpus: Path, tmp_path: Path) -> None:
+    weights = import_checkpoint(ROOT / "tests" / "fixtures" / "oracle" / "gpt2-tied" / "hf_init", tmp_path / "weights")
+    settings = tiny(corpus, {"model.init_from": weights, "checkpoint.resume": weights})
+    settings = {name: value for name, value in settings.items() if not is_architecture(name)}
+    with pytest.raises(CheckpointError, match=r"holds weights only; to start from it, give it as model\.init_from"):
+        open_run(settings)
 
 
 def is_architecture(name: str) -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from data.indexed import HEADER, IndexedDataset
 from data.sources import build_sources
-from megazero.checkpoint import newest, open_checkpoint, save
+from megazero.checkpoint import left_out, newest, open_checkpoint, save
 from megazero.checkpoint.locate import latest_tagged
 from megazero.config import Config, load_config
 from megazero.convert import CheckpointWeights, open_weights
@@ -192,13 +192,19 @@ def _engine(place: Path) -> Engine:
 def build_run(place: Path) -> None:
     with _engine(place) as engine:
         engine.save(None)
+    with open_checkpoint(place) as checkpoint:
+        left_out.write(place, checkpoint.meta["run_id"], [range(3), range(8, 9)])
 
 
 def damage_run(draw: random.Random, place: Path) -> None:
+    part = draw.choice(("meta", "meta", "state", "left out"))
+    if part == "left out":
+        damage = draw.choice((damaged_json, damaged_file))
+        damage(draw, place / left_out.NAME)
+        return
     path = next(place.glob("step_*")) / "manifest.json"
     body = json.loads(path.read_bytes())
     del body["checksum"]
-    part = draw.choice(("meta", "meta", "state"))
     if part == "meta":
         meta = body["meta"]
         inner = draw.choice((meta, {name: value for name, value in meta.items() if name not in ("config", "model")}))

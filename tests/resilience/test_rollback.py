@@ -176,7 +176,8 @@ def test_the_record_is_of_one_run_and_damage_is_no_excuse(tmp_path: Path) -> Non
     assert left_out.read(tmp_path, "run") == []
     left_out.write(tmp_path, "run", [range(3, 9), range(20, 21)])
     assert left_out.read(tmp_path, "run") == [range(3, 9), range(20, 21)] and left_out.read(tmp_path, "other") == []
-    for content in (b"", b"[]", b"{}", b'{"run_id": "run", "left_out": [[9, 3]]}', b'{"run_id": "run", "left_out": 1}'):
+    of_run = b'{"run_id": "run", "left_out": %s}'
+    for content in (b"", b"[]", b"[" * 100_000, b"{}", of_run % b"[[9, 3]]", of_run % b"1"):
         (tmp_path / left_out.NAME).write_bytes(content)
         with pytest.raises(CheckpointError, match=r"left_out\.json: cannot be read"):
             left_out.read(tmp_path, "run")
