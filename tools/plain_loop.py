@@ -46,7 +46,7 @@ class PlainLoop:
             self.model = GPT(model)
         _fill(self.model, config)
         self.model.to(DTYPES[precision])
-        self._contexts = ContextBuilder(model, config.data.seq_length, device)
+        self._contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
         self._parameters = list(self.model.parameters())
         self._masters = [p.detach().float().requires_grad_() for p in self._parameters]
         for master in self._masters:
@@ -70,9 +70,10 @@ class PlainLoop:
         total = torch.zeros((), device=self._device)
         gradients = [master.grad for master in self._masters]
         for i, micro_batch in enumerate(micro_batches):
-            tokens = micro_batch["tokens"].to(self._device, non_blocking=True)
+            tokens, samples = (micro_batch[name].to(self._device, non_blocking=True) for name in ("tokens", "samples"))
+            context = self._contexts(tokens.shape[0], samples=samples)
             with attention_backends(self._device, deterministic=False):
-                loss = self._loss(tokens, self._contexts(tokens.shape[0])) / len(micro_batches)
+                loss = self._loss(tokens, context) / len(micro_batches)
             loss.backward()
             own = [parameter.grad for parameter in self._parameters]
             (torch._foreach_add_ if i else torch._foreach_copy_)(gradients, own)

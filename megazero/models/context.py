@@ -31,8 +31,8 @@ class Context(NamedTuple):
     cos, sin: rotary tables, (S, D) or, with per-document positions, (T, D), float32; None with learned positions.
     positions: (S,) int64, the same in every sequence, or, per document, (T,); read by learned position embeddings.
     mask: None for plain causal attention, else (B or 1, 1, S, keys) bool, True where a query sees a key.
-    dropout_key: (T,) int64, a number unique to each token of the run, or None without dropout.
-        Where activations are a slice of the T tokens this is the same slice.
+    dropout_key: (T,) int64, a number unique to each token of the run, or None without dropout; within a layer (2, T),
+        derived from it. Where activations are a slice of the T tokens this is the same slice.
     cache: None where the S tokens are all there is to see; else what came before them is in it.
     """
 

@@ -26,16 +26,16 @@ class Site(IntEnum):
 class Dropout(nn.Module):
     """Zero a share ``rate`` of the elements and scale the rest by 1 / (1 − rate); nothing in evaluation."""
 
-    def __init__(self, rate: float, site: Site) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
-        self.rate, self.site = rate, int(site)
+        self.rate = rate
 
     def forward(self, x_TH: torch.Tensor, key_T: torch.Tensor | None) -> torch.Tensor:
-        """(T, H) → (T, H). ``key_T``: (T,) int64, the rows' Context.dropout_key."""
+        """(T, H) → (T, H). ``key_T``: (T,) int64, keys of the rows at this site."""
         if not self.training or self.rate == 0:
             return x_TH
         assert key_T is not None, "training with dropout needs Context.dropout_key; give build_context the samples"
-        keep = keep_mask(derive_key(key_T, self.site), x_TH.shape[1], self.rate)
+        keep = keep_mask(key_T, x_TH.shape[1], self.rate)
         return torch.where(keep, x_TH * (1 / (1 - self.rate)), 0.0)
 
 
@@ -44,10 +44,23 @@ def token_keys(numbers_T: torch.Tensor, seed: int) -> torch.Tensor:
     return derive_key(derive_key(numbers_T, seed & _LOW32), (seed >> 32) & _LOW32)
 
 
-def derive_key(key_T: torch.Tensor, number: int) -> torch.Tensor:
-    """Keys for the ``number``-th use of ``key_T``: one to one in the keys, unrelated between numbers below 2³²."""
-    low, high = key_T & _LOW32, (key_T >> 32) & _LOW32
-    low = _scramble(low ^ _scramble_int(number))
+def layer_keys(key_T: torch.Tensor, layers: int) -> torch.Tensor:
+    """Context.dropout_key, (T,), → (layers, 2, T): keys at a layer's two sites, of so many layers.
+
+    All together and outside the layers: compiled within one, a key would be made anew for every element of a mask.
+    """
+    numbers = torch.arange(layers, device=key_T.device)
+    sites = torch.arange(Site.ATTENTION, Site.MLP + 1, device=key_T.device)
+    return derive_key(derive_key(key_T, numbers[:, None])[:, None], sites[:, None])
+
+
+def derive_key(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
+    """Keys for the ``number``-th use of ``key``: one to one in the keys, unrelated between numbers below 2³².
+
+    A tensor of numbers is broadcast against the keys.
+    """
+    low, high = key & _LOW32, (key >> 32) & _LOW32
+    low = _scramble(low ^ (_scramble(number) if isinstance(number, torch.Tensor) else _scramble_int(number)))
     high = _scramble(high ^ low)
     low = _scramble(low ^ high)
     return (high << 32) | low

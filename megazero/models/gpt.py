@@ -11,7 +11,7 @@ from megazero.models import registry
 from megazero.models.attention import Attention
 from megazero.models.config import ModelConfig
 from megazero.models.context import Context
-from megazero.models.dropout import Dropout, Site, derive_key
+from megazero.models.dropout import Dropout, Site, derive_key, layer_keys
 from megazero.models.layers import Head, PositionEmbedding, WordEmbedding
 from megazero.models.mlp import MLP
 from megazero.models.norm import build_norm
@@ -26,14 +26,15 @@ class Embedding(nn.Module):
         self.word = WordEmbedding(config.vocab_size, hidden)
         learned = config.position == "learned"
         self.position = PositionEmbedding(config.max_position_embeddings, hidden) if learned else None
-        self.dropout = Dropout(config.dropout, Site.EMBEDDING)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, tokens_T: torch.Tensor, context: Context) -> torch.Tensor:
         """(T,) int64 → (T, H)."""
         x_TH = self.word(tokens_T)
         if self.position is not None:
             x_TH = x_TH + self.position(context.positions, tokens_T.numel())
-        return self.dropout(x_TH, context.dropout_key)
+        key_T = context.dropout_key
+        return self.dropout(x_TH, None if key_T is None else derive_key(key_T, Site.EMBEDDING))
 
 
 class Layer(nn.Module):
@@ -53,21 +54,22 @@ class Layer(nn.Module):
         build_attention = Attention if softmax else registry.attention_variant(config.attention)
         self.attention_norm = build_norm(config)
         self.attention = build_attention(config)
-        self.attention_dropout = Dropout(config.dropout, Site.ATTENTION)
+        self.attention_dropout = Dropout(config.dropout)
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config)
-        self.mlp_dropout = Dropout(config.dropout, Site.MLP)
+        self.mlp_dropout = Dropout(config.dropout)
 
     def forward(self, x_TH: torch.Tensor, context: Context) -> torch.Tensor:
-        """(T, H) → (T, H). ``context.dropout_key`` is already this layer's own."""
-        attended = self.attention(self.attention_norm(x_TH), context)
-        attended, norm = self.attention_dropout(attended, context.dropout_key), self.mlp_norm
+        """(T, H) → (T, H). ``context.dropout_key``: (2, T), the keys of the layer's two sites."""
+        attention_key, mlp_key = (None, None) if context.dropout_key is None else context.dropout_key.unbind()
+        attended = self.attention_dropout(self.attention(self.attention_norm(x_TH), context), attention_key)
+        norm = self.mlp_norm
         if self.add_norm is None:
             x_TH = x_TH + attended
             normed = norm(x_TH)
         else:
             x_TH, normed = self.add_norm(x_TH, attended, norm.weight, norm.bias, norm.eps)
-        return x_TH + self.mlp_dropout(self.mlp(normed), context.dropout_key)
+        return x_TH + self.mlp_dropout(self.mlp(normed), mlp_key)
 
 
 class GPT(nn.Module):
@@ -108,23 +110,23 @@ class GPT(nn.Module):
         one runs with it. The head is left to the caller: ``model.head(x)``.
         """
         layers = range(self.config.num_layers) if layers is None else layers
+        keys = None if context.dropout_key is None else layer_keys(context.dropout_key, self.config.num_layers)
         if self.embedding is not None and 0 in layers:
             x = self.embedding(x, context)
         for index, layer in self.layers.items():
             if int(index) in layers:
-                x = layer(x, layer_context(context, int(index)))
+                x = layer(x, layer_context(context, int(index), keys))
         if self.final_norm is not None and self.config.num_layers - 1 in layers:
             x = self.final_norm(x)
         return x
 
 
-def layer_context(context: Context, index: int) -> Context:
-    """The context with what is the layer's own, by its global index: its dropout key, its part of the cache.
+def layer_context(context: Context, index: int, keys: torch.Tensor | None) -> Context:
+    """The context with what is the layer's own, by its global index: its part of the cache and, of dropout's
+    ``layer_keys``, its keys.
 
     Done outside the layer because a number that differs between layers, inside, would compile each anew.
     """
     if context.cache is not None:
         context = context._replace(cache=context.cache.of_layer(index))
-    if context.dropout_key is None:
-        return context
-    return context._replace(dropout_key=derive_key(context.dropout_key, index))
+    return context if keys is None else context._replace(dropout_key=keys[index])

@@ -7,8 +7,8 @@ import torch
 
 from megazero.models.config import ModelConfig
 from megazero.models.context import build_context
-from megazero.models.dropout import Dropout, Site, derive_key, keep_mask, token_keys
-from megazero.models.gpt import GPT, layer_context
+from megazero.models.dropout import Dropout, Site, derive_key, keep_mask, layer_keys, token_keys
+from megazero.models.gpt import GPT
 
 TOKENS, FEATURES = 512, 384
 
@@ -31,21 +31,21 @@ def test_rate_holds_overall_and_per_token_and_feature(rate: float) -> None:
 
 def test_output_has_the_inputs_mean_and_the_variance_of_dropout() -> None:
     x = torch.full((TOKENS, FEATURES), 2.0)
-    y = Dropout(0.25, Site.MLP).train()(x, keys())
+    y = Dropout(0.25).train()(x, keys())
     assert y.unique().tolist() == pytest.approx([0.0, 2 / 0.75])
     assert y.mean().item() == pytest.approx(2.0, abs=0.02)
     assert y.var().item() == pytest.approx(4 * 0.25 / 0.75, abs=0.02)
 
 
 def test_half_precision_stays_so() -> None:
-    y = Dropout(0.5, Site.MLP)(torch.ones(8, 16, dtype=torch.bfloat16), keys(count=8))
+    y = Dropout(0.5)(torch.ones(8, 16, dtype=torch.bfloat16), keys(count=8))
     assert y.dtype == torch.bfloat16 and set(y.unique().tolist()) == {0.0, 2.0}
 
 
 def test_evaluation_and_rate_zero_change_nothing() -> None:
     x = torch.randn(4, 8)
-    assert Dropout(0.5, Site.MLP).eval()(x, None) is x
-    assert Dropout(0.0, Site.MLP).train()(x, None) is x
+    assert Dropout(0.5).eval()(x, None) is x
+    assert Dropout(0.0).train()(x, None) is x
 
 
 def test_neighbouring_tokens_and_features_are_uncorrelated() -> None:
@@ -94,16 +94,29 @@ def test_derived_keys_are_one_to_one() -> None:
     assert derive_key(numbers, 3).unique().numel() == numbers.numel()
 
 
-def test_gpt_uses_another_mask_per_layer_and_site() -> None:
+def test_layers_keys_are_those_of_their_numbers_and_sites() -> None:
+    base = keys()
+    found = layer_keys(base, 3)
+    wanted = [[derive_key(derive_key(base, i), site) for site in (Site.ATTENTION, Site.MLP)] for i in range(3)]
+    assert torch.equal(found, torch.stack([torch.stack(sites) for sites in wanted]))
+
+
+def test_gpt_uses_another_mask_per_layer_and_site(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(
         num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=11, max_position_embeddings=8, dropout=0.5
     )
-    context = build_context(config, 8, 2, samples=torch.arange(2))
-    masks = []
-    for site in Site:
-        layers = [context] if site == Site.EMBEDDING else [layer_context(context, i) for i in range(2)]
-        masks += [Dropout(0.5, site)(torch.ones(16, 16), c.dropout_key) for c in layers]
-    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 5
+    gpt, masks = GPT(config), []
+    for parameter in gpt.parameters():
+        torch.nn.init.normal_(parameter)
+    forward = Dropout.forward
+
+    def noting(self: Dropout, x_TH: torch.Tensor, key_T: torch.Tensor | None) -> torch.Tensor:
+        masks.append(forward(self, torch.ones(16, 16), key_T))
+        return forward(self, x_TH, key_T)
+
+    monkeypatch.setattr(Dropout, "forward", noting)
+    gpt(torch.arange(16) % 11, build_context(config, 8, 2, samples=torch.arange(2)))
+    assert len(masks) == len({tuple(mask.flatten().tolist()) for mask in masks}) == 5
 
 
 def test_a_run_of_layers_masks_as_the_whole_model_does() -> None:

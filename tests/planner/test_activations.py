@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megazero.build import DTYPES, wrap_layers
 from megazero.config import Config
 from megazero.models.context import build_context
+from megazero.models.dropout import layer_keys
 from megazero.models.gpt import GPT, layer_context
 from megazero.planner.activations import kernels, layer_bytes, sizes
 from megazero.tensor_parallel.mappings import TensorParallel
@@ -88,7 +89,8 @@ def layer_live_bytes(config: Config, group: dist.ProcessGroup | None) -> int:
     if context.dropout_key is not None:
         context = context._replace(dropout_key=context.dropout_key[:rows])
     x = torch.randn(rows, decoder.config.hidden_size, dtype=DTYPES[train.precision], requires_grad=True)
-    context = layer_context(context, 0)
+    keys = None if context.dropout_key is None else layer_keys(context.dropout_key, 1)
+    context = layer_context(context, 0, keys)
     with LiveStorages() as live:
         y = decoder.layers["0"](x, context)
         counted = live.bytes()

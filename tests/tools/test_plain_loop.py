@@ -23,7 +23,7 @@ LLAMA = (
 )
 
 
-@pytest.mark.parametrize("more", ["", LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("more", ["--model.dropout 0.2 --model.attention_dropout 0", LLAMA], ids=["gpt", "llama"])
 def test_losses_are_the_engines(more: str) -> None:
     config = resolve_model(load_config(f"{SIZES} {more}".split(), world_size=1, needs_data=False), 1)
     _, losses = plain_loop.measure(config, torch.device("cpu"), warmup=1, steps=4)
