@@ -69,6 +69,7 @@ def test_runs_from_text_to_a_sentence(first: tuple[Path, str]):
     assert 7.5 < losses[0] < 8.5 and losses[1] < losses[0]
 
 
+@pytest.mark.whole
 def test_a_second_run_over_the_first_and_one_beside_it(first: tuple[Path, str]):
     """The second continues what is there, in another layout; one at the same time keeps out of its way, also where it
     is ended at once."""

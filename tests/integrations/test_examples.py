@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 from tests.integrations.launched import HERE, ROOT, launched, python
@@ -54,6 +55,7 @@ def test_by_an_explicit_import_and_without_a_launcher(tmp_path: Path) -> None:
         check(tmp_path / name)
 
 
+@pytest.mark.whole
 def test_started_by_accelerate(tmp_path: Path) -> None:
     """The config comes by accelerate's file, as does DeepSpeed; the script says nothing of either."""
     words = f"--output_dir {tmp_path} --samples 16 --max_steps 1 --per_device_train_batch_size 2".split()

@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.engine import tiny
 
 
+@pytest.mark.whole
 def test_a_table_of_layouts(tmp_path):
     settings = {
         name: value for name, value in tiny.tiny(tmp_path, {}).items() if name.startswith(("model", "parallel"))
