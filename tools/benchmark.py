@@ -217,15 +217,17 @@ def main(argv: Sequence[str]) -> None:
         "--memory-limit", type=float, default=0.0, help="GiB of GPU memory that a process may take (default: all)"
     )
     parser.add_argument(
-        "--beside-plain-loop", action="store_true", help="then measure tools/plain_loop.py too (one process)"
+        "--beside-plain-loop", action="store_true", help="first measure tools/plain_loop.py too (one process)"
     )
     own, settings = parser.parse_known_args(argv)
     environment = process_environment()
     if own.beside_plain_loop and environment.world_size > 1:
         raise LaunchError("--beside-plain-loop: the plain loop is of one process; leave it out or run one")
+    plain = None
+    if own.beside_plain_loop:  # first: what this process takes of a GPU, it keeps
+        plain = plain_loop_speed(["--warmup", str(own.warmup), "--measure", str(own.measure), *settings])
     if own.memory_limit:
         limit_memory(own.memory_limit, environment.local_rank)
-    asked = tuple(settings)
     steps = own.warmup + own.measure + HOST_STEPS + own.profile
     # Neither logging nor saving: both would wait for the device.
     settings += ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]
@@ -241,10 +243,9 @@ def main(argv: Sequence[str]) -> None:
             print(json.dumps({**found, "device_time": [spent._asdict() for spent in times]}))
             print(table_row(config, found))
             print("\n".join(profile_lines(times)))
-    if own.beside_plain_loop:  # when the engine's memory is free
-        tokens = plain_loop_speed(["--warmup", str(own.warmup), "--measure", str(own.measure), *asked])
-        ratio = found["tokens_per_second_per_gpu"] / tokens
-        print(f"plain loop: {tokens:,.0f} tokens/s; megazero's speed is {ratio:.3f} of it")
+            if plain is not None:
+                ratio = found["tokens_per_second_per_gpu"] / plain
+                print(f"plain loop: {plain:,.0f} tokens/s; megazero's speed is {ratio:.3f} of it")
 
 
 if __name__ == "__main__":
