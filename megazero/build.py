@@ -41,6 +41,17 @@ from megazero.zero.sharded import ShardedModel, ZeroSettings, leave_meta
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def precision_on(config: Config, device: torch.device) -> str:
+    """What ``train.precision`` means on a device; a key of DTYPES."""
+    asked = config.train.precision
+    return ("bf16" if device.type == "cuda" else "fp32") if asked == "auto" else asked
+
+
+def compiles_on(config: Config, device: torch.device) -> bool:
+    """What ``train.compile`` means on a device."""
+    return device.type == "cuda" if config.train.compile == "auto" else config.train.compile
+
+
 def stage_layers(config: Config, model: ModelConfig) -> list[range]:
     """Global layer indices of every pipeline stage, ``parallel.virtual_pp`` stages per rank."""
     if config.parallel.partition is not None:
@@ -83,7 +94,7 @@ def build_stage(
         topology.group("tp"),
     )
     decoder, specs = describe_stage(config, model, topology.coordinates, tp)
-    compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
+    compiles = compiles_on(config, device)
     splits = config.schedule == "zero_bubble"
     # Beside collectives, or products put aside, in a layer's graph the pieces have not been measured.
     if compiles and device.type == "cuda" and tp.size == 1 and not splits:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import restore
-from megazero.build import DTYPES, attention_backends, build_stage
+from megazero.build import DTYPES, attention_backends, build_stage, precision_on
 from megazero.config import Config
 from megazero.course import Course
 from megazero.divergence import find_divergence, roll_back
@@ -95,9 +95,7 @@ class Engine:
         notes = preflight(config, self.topology, start.resume.step if start.resume is not None else 0)
         ring = config.parallel.virtual_pp > 1
         pairs = neighbour_groups(layout, environment.rank, ring, timeout)  # first: see its note
-        precision = config.train.precision
-        if precision == "auto":
-            precision = "bf16" if self.device.type == "cuda" else "fp32"
+        precision = precision_on(config, self.device)
         self.stage = build_stage(config, self.model_config, self.topology, DTYPES[precision])
         watch, bad_steps = config.watch, None
         if watch.bad_step == "skip" or watch.loss_spike:

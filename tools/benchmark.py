@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+from megazero.build import precision_on
 from megazero.config import Config, load_config
 from megazero.engine import Engine
 from megazero.errors import LaunchError
@@ -122,7 +123,7 @@ def report(
     train, seq_length = config.train, config.data.seq_length
     tokens = train.global_batch_size * seq_length / seconds / layout.world_size
     flops = tokens * flops_per_token(engine.model_config, seq_length)
-    precision = train.precision if train.precision != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+    precision = precision_on(config, device)
     chip_peak = device_peak_flops(device, precision)
     return {
         "command": command,

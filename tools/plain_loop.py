@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from megazero.build import DTYPES, attention_backends
+from megazero.build import DTYPES, attention_backends, compiles_on, precision_on
 from megazero.config import Config, load_config
 from megazero.launch.errors import report_errors
 from megazero.models.context import Context, ContextBuilder
@@ -39,13 +39,11 @@ class PlainLoop:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config, self._device = config, device
-        precision = config.train.precision
-        precision = ("bf16" if device.type == "cuda" else "fp32") if precision == "auto" else precision
         model = config.model.architecture
         with torch.device(device):
             self.model = GPT(model)
         _fill(self.model, config)
-        self.model.to(DTYPES[precision])
+        self.model.to(DTYPES[precision_on(config, device)])
         self._contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
         self._parameters = list(self.model.parameters())
         self._masters = [p.detach().float().requires_grad_() for p in self._parameters]
@@ -57,7 +55,7 @@ class PlainLoop:
             {"params": [m for m in self._masters if m.dim() <= 1], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(decay, lr=asked.lr, betas=asked.betas, eps=asked.eps, fused=True)
-        compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
+        compiles = compiles_on(config, device)
         self._loss = torch.compile(self._plain_loss, dynamic=False) if compiles else self._plain_loss
         self._steps = 0
 

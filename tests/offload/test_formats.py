@@ -74,6 +74,7 @@ def test_runs_in_fewer_bits_stay_near() -> None:
     band = (losses({}, 2) - plain).abs()
     for state, share in (({"masters": "split"}, 1.0), ({"moments": "bf16"}, 2.0), (BOTH, 3.0)):
         far = (losses({**CPU, **state}, 4) - plain).abs()
+        assert state != {"masters": "split"} or not far[:10].any()
         assert far.median() <= share * band.median() and far.max() <= 2 * band.max(), (state, far)
 
 

@@ -24,7 +24,7 @@ GIB = 2**30
 # most 2^27 logits at once.
 MEASURED = {
     "GPT 1.3B": (
-        66.4 * GIB,
+        66.8 * GIB,
         {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "max_position_embeddings": 2048},
         2048,
         16,
