@@ -29,7 +29,8 @@ class HostMemory:
     [Note: exact pages]
     Torch's pinned allocator rounds every tensor up to a power of two, which is up to half of the memory for nothing.
     Here each tensor is an anonymous mapping of its own, of huge pages where the kernel has some, registered with CUDA
-    once where it is to be pinned. Only what the device copies from or to is: masters and moments are never.
+    once where it is to be pinned. Only what the device copies from or to is: moments are never, and masters where the
+    device reads new values from them.
     """
 
     def __init__(self, device: torch.device) -> None:

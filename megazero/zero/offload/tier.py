@@ -27,7 +27,8 @@ class Tier:
 
     [Note: one worker] Updates run one after another in one thread, in the order in which they were asked for, each on
     all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first. What is
-    new goes to the device in a second thread, on a few cores, while the worker is at the next piece.
+    new goes to the device in a second thread, while the worker is at the next piece: the device reads the masters
+    themselves where they are float32 and pinned, else the thread copies them into pinned memory on a few cores.
     """
 
     def __init__(self, settings: Offload, device: torch.device, planned: HostState) -> None:
@@ -74,6 +75,7 @@ class Tier:
         """Wait for the threads and end them; files are removed."""
         self._worker.shutdown()
         self._sender.shutdown()
+        self.link.finish()
         if self.disk is not None:
             self.disk.close()
 
