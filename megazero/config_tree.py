@@ -298,6 +298,11 @@ class TrainSection(Section):
         False, description="recompute full: layers' inputs are in host memory between forward and backward"
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each layer; auto: on a GPU")
+    cuda_graph: bool = Field(
+        False,
+        description="one process: forwards and backwards of a step are issued as one CUDA graph, which pays where "
+        "layers are small; its memory is kept between steps",
+    )
     deterministic: bool = Field(False, description="bitwise repeatable kernels on a GPU, slower")
     seed: int = Field(1234, ge=0, description="seed of initial weights and dropout")
     eval_interval: int = Field(0, ge=0, description="steps between evaluations; 0: none")

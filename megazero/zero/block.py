@@ -310,6 +310,12 @@ class Block:
         for i in indices:
             self.parameters[i].grad = None
 
+    def take_gradient(self, whole: torch.Tensor) -> None:
+        """All gradients of the step are, or will be in order on the current stream, in a buffer that somebody keeps."""
+        assert self.grad is None, self.layout.name
+        self.grad, self._grad_views = whole, self._views_of(whole)
+        self._written = set(range(len(self.parameters)))
+
     def reduce_into(self) -> torch.Tensor:
         """Where a reduce-scatter of the buffer puts this rank's slice: elsewhere, if the rest is to be dropped."""
         assert self.grad is not None, self.layout.name
