@@ -311,10 +311,10 @@ class Block:
             self.parameters[i].grad = None
 
     def take_gradient(self, whole: torch.Tensor) -> None:
-        """All gradients of the step are, or will be in order on the current stream, in a buffer that somebody keeps."""
+        """All gradients of the step are, or will be in order on the current stream, in a buffer that somebody keeps; no
+        backward adds to them."""
         assert self.grad is None, self.layout.name
-        self.grad, self._grad_views = whole, self._views_of(whole)
-        self._written = set(range(len(self.parameters)))
+        self.grad, self._grad_views = whole, []
 
     def reduce_into(self) -> torch.Tensor:
         """Where a reduce-scatter of the buffer puts this rank's slice: elsewhere, if the rest is to be dropped."""

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megazero
+from megazero.host_memory import HostMemory
 from megazero.zero.offload.link import Link
-from megazero.zero.offload.memory import HostMemory
 from tests.engine.tiny import (
     ROOT,
     SCRIPT,

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from megazero.zero.offload.memory import HostMemory
+from megazero.host_memory import HostMemory
 
 Direction = Literal["out", "back"]
 

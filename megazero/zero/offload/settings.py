@@ -24,7 +24,7 @@ class Offload:
     pin_memory: bool = True
     pin_parameters: bool = True
     buffer_count: int = 4
-    buffer_size: int = 16 * 2**20
+    buffer_size: int = 8 * 2**20
     pipeline_read: bool = True
     pipeline_write: bool = True
     threads: int = 0

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from megazero.host_memory import HostMemory, check_host_memory, wait_for_all
 from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
 from megazero.zero.offload.media import Disk
-from megazero.zero.offload.memory import HostMemory, check_host_memory, wait_for_all
 from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import BlockShare, HostState, host_state
@@ -114,7 +114,11 @@ def claim_tier(settings: Offload, device: torch.device, shares: Sequence[BlockSh
     """The tier of this process, when all of its machine's have looked whether there is room. Raises ConfigError and
     OffloadError where there is not."""
     planned = host_state(shares, settings, gpu=device.type == "cuda")
-    check_host_memory("offload_optimizer.device", planned.memory)
+    fix = (
+        "keep more of it on the device (ratio), choose device nvme, 16-bit moments or masters, or train.grad_dtype "
+        "bf16 (docs/offload.md has the sizes)"
+    )
+    check_host_memory("offload_optimizer.device", planned.memory, fix)
     tier = Tier(settings, device, planned)  # which looks at the room on the disk
     wait_for_all()
     return tier
