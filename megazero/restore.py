@@ -341,13 +341,15 @@ class Saves:
         self._engine, self.step = engine, step
         self._writer: CheckpointWriter | None = None
         self._background: BackgroundSaver | None = None
+        self._state: list[ChunkData] = []  # what the background saver copies
         self._verifier: Verifier | None = None
         if settings.dir is None:
             return
         group = group_of(engine)
         if settings.async_save:
             self._background = BackgroundSaver(engine.device)
-            self._background.reserve(sum(chunk.box.numel for chunk in _chunks(engine)))
+            self._state = list(_chunks(engine))  # the same tensors all the time
+            self._background.reserve(sum(chunk.box.numel for chunk in self._state))
             group = StoreGroup.beside(group, engine.config.train.timeout)
         self._writer = CheckpointWriter(settings.dir, group, settings.keep, engine.step, settings.verify)
         if settings.verify and engine.topology.rank == 0:
@@ -370,11 +372,13 @@ class Saves:
             return writer.save(step, chunks, rank_state, meta)
 
         self.wait()
-        chunks, state = _chunks(engine), rng_state(engine.device)
+        state = rng_state(engine.device)
         if self._background is None:
-            self._say(write(chunks, state))
+            self._say(write(_chunks(engine), state))
         else:
-            self._background.save(write, chunks, state, step_directory(writer.root, step))
+            for block in engine.stage.sharded.blocks:
+                block.settle()
+            self._background.save(write, self._state, state, step_directory(writer.root, step))
         self.step = step
 
     def before_update(self) -> None:

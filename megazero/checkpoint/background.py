@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +25,9 @@ import torch
 from megazero.checkpoint.writer import AnyChunk, ChunkData, split
 from megazero.errors import CheckpointError
 from megazero.host_memory import HostMemory, check_host_memory, wait_for_all
+
+_AT_A_TIME = 64 * 2**20
+"""Bytes of copies that are issued before the ones before them are waited for."""
 
 Write = Callable[[Iterable[AnyChunk], Mapping[str, torch.Tensor]], Path]
 
@@ -63,12 +67,13 @@ class BackgroundSaver:
         self.wait()
         begin = time.perf_counter() - self._joining
         state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in rank_state.items()}
+        failed = None
         try:
-            staged = iter(self._staging.copy(chunks))
-        except Exception as error:  # the other ranks are to hear of it, in the first phase of the save
-            staged = _raising(error)
+            self._staging.begin(chunks)
+        except Exception as error:
+            failed = error
         # Not a daemon: a process that ends waits for it.
-        self._thread = threading.Thread(target=self._run, args=(write, staged, state, where), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(write, failed, state, where), name="checkpoint")
         self._thread.start()
         self._issuing, self._joining = time.perf_counter() - begin, 0.0
 
@@ -77,12 +82,20 @@ class BackgroundSaver:
         issued, and to be made."""
         return self._issuing + self._staging.waited()
 
-    def _run(self, write: Write, chunks: Iterator[AnyChunk], state: Mapping[str, torch.Tensor], where: Path) -> None:
+    def _run(self, write: Write, failed: Exception | None, state: Mapping[str, torch.Tensor], where: Path) -> None:
         try:
-            self._staging.synchronize()
+            # The other ranks are to hear of an error, in the first phase of the save.
+            chunks = self._copies() if failed is None else _raising(failed)
             self._outcome.path = write(chunks, state)
         except Exception as error:
             self._outcome.error = CheckpointError(f"{where}: the save in the background failed: {error}")
+
+    @torch.no_grad()
+    def _copies(self) -> Iterator[AnyChunk]:
+        try:
+            return iter(self._staging.copies())
+        except Exception as error:
+            return _raising(error)
 
     def release(self) -> None:
         """Call before the state changes: what follows on the current stream comes after the copies."""
@@ -132,12 +145,22 @@ def _end_with_error(outcome: _Outcome) -> None:
 
 
 class _Staging:
-    """Copies of tensors in host memory: pinned, and made on a stream of their own, where the tensors are on a GPU."""
+    """Copies of tensors in host memory: pinned, and made on a stream of their own, where the tensors are on a GPU.
+
+    [Note: copies by a thread]
+    A GPU may take copies of all streams and directions in the order in which they were issued, and once a queue of it
+    is full the host waits. Were all copies of a save issued at once, the next micro-batch's tokens would arrive after
+    them. So a thread issues them, a little at a time, and ``release`` waits until it has.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, HostMemory(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._done: torch.cuda.Event | None = None
+        self._chunks: list[AnyChunk] = []
+        self._copies: list[ChunkData] | None = None
+        self._begin = self._done = None  # events: the state is there, the copies are
+        self._issued = threading.Event()
+        self._issued.set()
         self._wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # of the compute stream: begin and end
         self._room = torch.empty(0)
 
@@ -152,31 +175,65 @@ class _Staging:
             self._room = torch.empty(0)  # what was there is let go of first
             self._room = self._memory.empty(numel, torch.float32, pin=True)
 
-    def copy(self, chunks: Iterable[AnyChunk]) -> list[ChunkData]:
-        """The same chunks with copies of their tensors; on a GPU these are there after ``synchronize``."""
-        parts = [part for chunk in chunks for part in split(ChunkData(*chunk))]
+    def begin(self, chunks: Iterable[AnyChunk]) -> None:
+        """Copy these, or on a GPU let ``copies`` do it in another thread."""
+        self._chunks, self._copies, self._wait = list(chunks), None, None
+        if self._stream is None:
+            self._copies = [_copied(part, place) for part, place in self._places()]
+        else:
+            self._issued.clear()
+            self._begin = torch.cuda.Event()
+            self._begin.record(torch.cuda.current_stream(self._device))
+
+    def copies(self) -> list[ChunkData]:
+        """The same chunks with copies of their tensors, when they are there."""
+        if self._copies is not None:
+            return self._copies
+        try:
+            copies = self._copy_by_and_by()
+        finally:
+            self._issued.set()
+        assert self._done is not None
+        self._done.synchronize()
+        return copies
+
+    def _copy_by_and_by(self) -> list[ChunkData]:
+        torch.cuda.set_device(self._device)
+        copies, issued, marks = [], 0, deque[torch.cuda.Event]()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._begin)
+            for part, place in self._places():
+                copies.append(_copied(part, place))
+                issued += place.nbytes
+                if issued >= _AT_A_TIME:
+                    marks.append(torch.cuda.Event(blocking=True))
+                    marks[-1].record()
+                    issued = 0
+                if len(marks) > 1:
+                    marks.popleft().synchronize()
+            self._done = torch.cuda.Event(blocking=True)
+            self._done.record()
+        return copies
+
+    def _places(self) -> Iterator[tuple[ChunkData, torch.Tensor]]:
+        """What is to be copied, and where to."""
+        parts = [part for chunk in self._chunks for part in split(ChunkData(*chunk))]
         ends = list(accumulate(part.box.numel for part in parts))
         if ends and ends[-1] > self._room.numel():
             self.check(ends[-1])
             self.take(ends[-1])
-        places = [self._room[end - part.box.numel : end] for part, end in zip(parts, ends, strict=True)]
-        self._wait = None
-        if self._stream is None:
-            return [_copied(part, place) for part, place in zip(parts, places, strict=True)]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copies = [_copied(part, place) for part, place in zip(parts, places, strict=True)]
-            self._done = torch.cuda.Event()
-            self._done.record()
-        return copies
+        return ((part, self._room[end - part.box.numel : end]) for part, end in zip(parts, ends, strict=True))
 
     def release(self) -> None:
-        if self._done is None or self._wait is not None:
+        """Order what follows on the current stream after the copies."""
+        if self._stream is None or self._begin is None or self._wait is not None:
             return
         stream = torch.cuda.current_stream(self._device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
-        stream.wait_event(self._done)
+        self._issued.wait()
+        if self._done is not None:
+            stream.wait_event(self._done)
         end.record(stream)
         self._wait = begin, end
 
@@ -187,10 +244,6 @@ class _Staging:
         begin, end = self._wait
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
-
-    def synchronize(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
 
 
 def _copied(part: ChunkData, place: torch.Tensor) -> ChunkData:
