@@ -29,6 +29,7 @@ def problems(config: Config, world_size: int | None = None, needs_data: bool = F
         yield from _sequence(config)
     yield from _zero(config)
     yield from _offload(config)
+    yield from _cuda_graph(config)
     yield from _data(config)
     yield from _ramp_up(config)
     yield from _optimizer(config)
@@ -58,6 +59,11 @@ def world_problems(config: Config, world_size: int) -> Problems:
             f"or choose sizes whose product divides {world_size}",
         )
         return
+    if train.cuda_graph and world_size > 1:
+        yield (
+            "train.cuda_graph",
+            f"is for one process and there {_are(world_size)}, which meet within a step; leave it out",
+        )
     dp = world_size // (tp * pp)
     unit = train.micro_batch_size * dp
     if train.global_batch_size % unit:
@@ -312,6 +318,24 @@ def _zero(config: Config) -> Problems:
             f"{zero.zero_hpz_partition_size} would keep a second copy near, where zero.mics_shard_size = "
             f"{zero.mics_shard_size} keeps the first one near already; leave out one of the two",
         )
+
+
+def _cuda_graph(config: Config) -> Problems:
+    """A graph repeats kernels at fixed addresses: whatever needs the host inside of a step is out."""
+    zero, train = config.zero, config.train
+    if not train.cuda_graph:
+        return
+    leaves = zero.offload_optimizer.device != "none"
+    draws = config.model.known and config.model.architecture.attention_dropout_rate > 0
+    for field, stands in (
+        ("zero.stage", zero.stage > 1 and f"{zero.stage} lets go of memory within a step; use 0 or 1"),
+        ("zero.offload_optimizer.device", leaves and "not none: gradients leave within a step; use none"),
+        ("train.offload_activations", train.offload_activations and "true: the host takes part in a step; use false"),
+        ("log.timeline", config.log.timeline and "set: it records what the host issues one by one; leave it out"),
+        ("model.attention_dropout", draws and "above 0, whose random state the host keeps; use 0"),
+    ):
+        if stands:
+            yield "train.cuda_graph", f"does not go with {field} {stands}"
 
 
 def _offload(config: Config) -> Problems:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megazero.models.config import ModelConfig
 from megazero.presets import PRESETS
+from megazero.zero.offload.settings import Offload
 
 Blend = tuple[tuple[float, str], ...]
 RampUp = tuple[int, int, int]
@@ -111,7 +112,7 @@ class OffloadOptimizerSection(Section):
     pin_memory: bool = Field(True, description="pinned host memory for what the device copies from and to")
     buffer_count: int = Field(4, ge=2, description="pieces of an update that are on their way at once")
     buffer_size: int = Field(
-        4 * 2**20, ge=64, multiple_of=64, description="elements of a piece, updated and moved as one"
+        Offload.buffer_size, ge=64, multiple_of=64, description="elements of a piece, updated and moved as one"
     )
     pipeline_read: bool = Field(True, description="nvme: read the next pieces while one is updated")
     pipeline_write: bool = Field(True, description="nvme: write pieces while the next are updated")
@@ -297,6 +298,11 @@ class TrainSection(Section):
         False, description="recompute full: layers' inputs are in host memory between forward and backward"
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each layer; auto: on a GPU")
+    cuda_graph: bool = Field(
+        False,
+        description="one process: forwards and backwards of a step are issued as one CUDA graph, which pays where "
+        "layers are small; its memory is kept between steps",
+    )
     deterministic: bool = Field(False, description="bitwise repeatable kernels on a GPU, slower")
     seed: int = Field(1234, ge=0, description="seed of initial weights and dropout")
     eval_interval: int = Field(0, ge=0, description="steps between evaluations; 0: none")

@@ -17,7 +17,7 @@ from megazero.build import DTYPES, attention_backends, build_stage, precision_on
 from megazero.config import Config
 from megazero.course import Course
 from megazero.divergence import find_divergence, roll_back
-from megazero.errors import DivergenceError, LaunchError
+from megazero.errors import ConfigError, DivergenceError, LaunchError
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.launch.rendezvous import own_store
 from megazero.optim.schedule import learning_rate
@@ -39,6 +39,7 @@ from megazero.resilience.stragglers import Stragglers
 from megazero.resilience.watchdog import BACKSTOP, Watchdog
 from megazero.restore import resolve_model
 from megazero.stage import MicroBatch
+from megazero.step_graph import StepGraph
 from megazero.telemetry.sinks import check_sinks
 from megazero.telemetry.telemetry import Telemetry
 from megazero.telemetry.trace import StepRecorder
@@ -87,6 +88,8 @@ class Engine:
         start = restore.find_start(config)
         self._started = time.monotonic()
         self.device = device_of(environment)
+        if config.train.cuda_graph and self.device.type != "cuda":
+            raise ConfigError.single("train.cuda_graph", "there is no CUDA GPU; leave it out")
         _set_numerics(config)
         timeout = config.train.timeout + BACKSTOP
         self._owns_group = start_process_group(environment, self.device, timeout)
@@ -117,6 +120,7 @@ class Engine:
         self._eval_actions = self._schedules.evaluation(count)
         self._position = Position(self.device)
         self._executor = Executor(self.stage, self._transfers(DTYPES[precision], pairs), note=self._position.at)
+        self._graph = StepGraph(self._run, self.stage) if config.train.cuda_graph else None
         timeline, place = config.log.timeline, self.topology.coordinates
         self._recorder = StepRecorder(self._executor, timeline, place, self.device, self.step)
         self._watchdog: Watchdog | None = None
@@ -256,7 +260,8 @@ class Engine:
         normalizer = size * self.config.data.seq_length
         self.stage.loss_weight = self.optimizer.loss_scale / normalizer if self.optimizer.fp16 else 1 / normalizer
         self.stage.model.train()
-        loss = self._run(self._schedules.training(len(micro_batches)), micro_batches)
+        run = self._run if self._graph is None else self._graph.run
+        loss = run(self._schedules.training(len(micro_batches)), micro_batches)
         stop = self._stop.requested(self._started, self.config.train.time_limit)
         if self._saves.failed:
             # Stopping is what all ranks agree on; the error is then raised on all of them at once, where they wait.

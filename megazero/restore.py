@@ -347,6 +347,7 @@ class Saves:
         group = group_of(engine)
         if settings.async_save:
             self._background = BackgroundSaver(engine.device)
+            self._background.reserve(sum(chunk.box.numel for chunk in _chunks(engine)))
             group = StoreGroup.beside(group, engine.config.train.timeout)
         self._writer = CheckpointWriter(settings.dir, group, settings.keep, engine.step, settings.verify)
         if settings.verify and engine.topology.rank == 0:
@@ -408,8 +409,12 @@ class Saves:
             self.report()
 
     def _say(self, path: Path) -> None:
-        step = _step_of(path)
-        self._engine.telemetry.event("save", step, f"saved step {step} in {path.parent}", path=str(path))
+        step, fields = _step_of(path), dict[str, Any](path=str(path))
+        text = f"saved step {step} in {path.parent}"
+        if self._background is not None:
+            fields["waited"] = self._background.pause()
+            text += f", for which training has waited {fields['waited']:.2g} s"
+        self._engine.telemetry.event("save", step, text, **fields)
         if self._verifier is not None:
             self._verifier.add(path)
 

@@ -14,16 +14,16 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from megazero.checkpoint.writer import AnyChunk, ChunkData, split
 from megazero.errors import CheckpointError
-
-# float32 elements. Torch rounds pinned memory up to a power of two of bytes, so it is taken in pieces of one.
-_SLAB = 64 * 2**20
+from megazero.host_memory import HostMemory, check_host_memory, wait_for_all
 
 Write = Callable[[Iterable[AnyChunk], Mapping[str, torch.Tensor]], Path]
 
@@ -45,7 +45,15 @@ class BackgroundSaver:
         self._staging = _Staging(device)
         self._thread: threading.Thread | None = None
         self._outcome = _Outcome()
+        self._joining = self._issuing = 0.0
         atexit.register(_end_with_error, self._outcome)
+
+    def reserve(self, numel: int) -> None:
+        """Take host memory for copies of so many elements, which a first save would else do. Called on every rank.
+        Raises ConfigError where a machine has not as much."""
+        self._staging.check(numel)
+        wait_for_all()
+        self._staging.take(numel)
 
     def save(
         self, write: Write, chunks: Iterable[AnyChunk], rank_state: Mapping[str, torch.Tensor], where: Path
@@ -53,6 +61,7 @@ class BackgroundSaver:
         """Copies the state and lets a thread ``write`` it; ``where`` is for the error. Waits for the save before, and
         raises its error."""
         self.wait()
+        begin = time.perf_counter() - self._joining
         state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in rank_state.items()}
         try:
             staged = iter(self._staging.copy(chunks))
@@ -61,6 +70,12 @@ class BackgroundSaver:
         # Not a daemon: a process that ends waits for it.
         self._thread = threading.Thread(target=self._run, args=(write, staged, state, where), name="checkpoint")
         self._thread.start()
+        self._issuing, self._joining = time.perf_counter() - begin, 0.0
+
+    def pause(self) -> float:
+        """Seconds that training has waited for the last save: for the one before it to end, for its copies to be
+        issued, and to be made."""
+        return self._issuing + self._staging.waited()
 
     def _run(self, write: Write, chunks: Iterator[AnyChunk], state: Mapping[str, torch.Tensor], where: Path) -> None:
         try:
@@ -92,7 +107,9 @@ class BackgroundSaver:
         """Returns when no save is under way; raises the CheckpointError of one that failed, once, on every rank."""
         if self._thread is None:
             return
+        begin = time.perf_counter()
         self._thread.join()
+        self._joining = time.perf_counter() - begin
         self._thread = None
         error, self._outcome.error = self._outcome.error, None
         if error is not None:
@@ -118,46 +135,66 @@ class _Staging:
     """Copies of tensors in host memory: pinned, and made on a stream of their own, where the tensors are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._memory = device, HostMemory(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
-        self._slabs: list[torch.Tensor] = []
-        self._slab = self._used = 0
+        self._wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # of the compute stream: begin and end
+        self._room = torch.empty(0)
+
+    def check(self, numel: int) -> None:
+        """Raises ConfigError where so many elements more than there are do not fit into host memory."""
+        fix = "leave checkpoint.async_save out, or take fewer processes to a machine"
+        check_host_memory("checkpoint.async_save", 4 * max(0, numel - self._room.numel()), fix)
+
+    def take(self, numel: int) -> None:
+        """Room for as many float32 elements."""
+        if numel > self._room.numel():
+            self._room = torch.empty(0)  # what was there is let go of first
+            self._room = self._memory.empty(numel, torch.float32, pin=True)
 
     def copy(self, chunks: Iterable[AnyChunk]) -> list[ChunkData]:
         """The same chunks with copies of their tensors; on a GPU these are there after ``synchronize``."""
-        self._slab = self._used = 0
         parts = [part for chunk in chunks for part in split(ChunkData(*chunk))]
-        left = sum(part.box.numel for part in parts)
+        ends = list(accumulate(part.box.numel for part in parts))
+        if ends and ends[-1] > self._room.numel():
+            self.check(ends[-1])
+            self.take(ends[-1])
+        places = [self._room[end - part.box.numel : end] for part, end in zip(parts, ends, strict=True)]
+        self._wait = None
         if self._stream is None:
-            return [self._copied(part, left) for part in parts]
+            return [_copied(part, place) for part, place in zip(parts, places, strict=True)]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            copies = [self._copied(part, left) for part in parts]
+            copies = [_copied(part, place) for part, place in zip(parts, places, strict=True)]
             self._done = torch.cuda.Event()
             self._done.record()
         return copies
 
-    def _copied(self, part: ChunkData, total: int) -> ChunkData:
-        tensor = part.tensor if isinstance(part.tensor, torch.Tensor) else part.tensor()
-        copy = self._room(part.box.numel, total).view(part.box.shape)
-        copy.copy_(tensor.view(part.box.shape), non_blocking=True)
-        return part._replace(tensor=copy)
-
-    def _room(self, numel: int, total: int) -> torch.Tensor:
-        """So many float32 elements of host memory that no other chunk has; ``total``: of all chunks."""
-        while self._slab < len(self._slabs) and self._used + numel > self._slabs[self._slab].numel():
-            self._slab, self._used = self._slab + 1, 0
-        if self._slab == len(self._slabs):
-            size = max(numel, min(total, _SLAB))
-            self._slabs.append(torch.empty(size, dtype=torch.float32, pin_memory=self._stream is not None))
-        self._used += numel
-        return self._slabs[self._slab][self._used - numel : self._used]
-
     def release(self) -> None:
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+        if self._done is None or self._wait is not None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        stream.wait_event(self._done)
+        end.record(stream)
+        self._wait = begin, end
+
+    def waited(self) -> float:
+        """Seconds that what was issued after ``release`` has waited."""
+        if self._wait is None:
+            return 0.0
+        begin, end = self._wait
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
         if self._done is not None:
             self._done.synchronize()
+
+
+def _copied(part: ChunkData, place: torch.Tensor) -> ChunkData:
+    tensor = part.tensor if isinstance(part.tensor, torch.Tensor) else part.tensor()
+    copy = place.view(part.box.shape)
+    copy.copy_(tensor.view(part.box.shape), non_blocking=True)
+    return part._replace(tensor=copy)

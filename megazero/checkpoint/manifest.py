@@ -161,10 +161,7 @@ def read(directory: Path) -> Manifest:
         raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes do not fit into memory") from None
     line, _, rest = data.partition(b"\n")
     if line + b"\n" != _CHECKSUM_LINE.format(zlib.crc32(rest)).encode():
-        raise CheckpointError(
-            f"{path}: damaged ({len(data)} bytes, checksum does not match). Restore it from a copy, "
-            f"or remove {directory} to go back to the checkpoint before it"
-        )
+        raise CheckpointError(f"{path}: damaged ({len(data)} bytes, checksum does not match). {remedy(directory)}")
     try:
         body = json.loads(data)
         if body["format"] != FORMAT or body["version"] > VERSION:
@@ -174,9 +171,17 @@ def read(directory: Path) -> Manifest:
         return _decode(body)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: not as it was written, though its checksum matches: {type(error).__name__}: {error}. Restore it "
-            f"from a copy, or remove {directory} to go back to the checkpoint before it"
+            f"{path}: not as it was written, though its checksum matches: {type(error).__name__}: {error}. "
+            f"{remedy(directory)}"
         ) from error
+
+
+def remedy(directory: Path) -> str:
+    """What to do about a damaged file of a checkpoint."""
+    return (
+        f"Restore the file from a copy, or remove {directory}: a run goes on from the checkpoint before it then, and "
+        "begins anew where there is none"
+    )
 
 
 def _decode(body: dict[str, Any]) -> Manifest:

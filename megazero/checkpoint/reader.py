@@ -267,7 +267,4 @@ class Checkpoint:
     def _damage(self, file: str, what: str) -> str:
         if not self.path.exists():
             return f"{self.path}: was removed while it was read, as a run with checkpoint.keep does; take a newer one"
-        return (
-            f"{self.path / file}: damaged: {what}. Restore the file from a copy, "
-            f"or remove {self.path} to go back to the checkpoint before it"
-        )
+        return f"{self.path / file}: damaged: {what}. {manifest.remedy(self.path)}"

@@ -137,7 +137,8 @@ class HostAdam:
             if block.values_leave:
                 values.copy_(source)
                 return ARRIVED
-            return self._tier.link.bring(values, source)
+            link = self._tier.link
+            return link.bring_masters(values, source) if block.sends_masters else link.bring(values, source)
 
 
 def _settle(done: Future[Arrival], handed: Sequence[Future[Arrival]]) -> None:

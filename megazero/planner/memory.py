@@ -33,6 +33,7 @@ from megazero.planner.model_state import (
     leaving_buffers,
     model_state,
     stage_buffers,
+    values_leave,
 )
 from megazero.planner.offload import block_shares
 from megazero.zero.offload.settings import Offload
@@ -208,7 +209,8 @@ class StepMemory:
         """Those that can be the step's highest."""
         kept, size, kernel = self.kept, self.size, self.kernel
         first = self.activations[-1] - self.deferred  # what the first backward empties
-        gathered, recompute = self._gathered(), self.config.train.recompute
+        rounding, recompute = self._rounding(), self.config.train.recompute
+        gathered = self._gathered() + rounding
         yield _Moment(self.before, kept, gathered + (loss_bytes(size, kernel) if self.last else 0))
         backward = gathered + self._unsharded() + layer_backward_bytes(self.model, size, kernel)
         backward += recomputed_bytes(self.model, size, kernel, recompute, self.config.data.reset_at_document)
@@ -218,7 +220,7 @@ class StepMemory:
         yield _Moment(max(self.before, self.gradients - self._gradients([largest])), kept - first, backward)
         moving = gathered + self._unsharded() + largest.layout.numel * kernel.element
         yield _Moment(self.gradients, kept - first, moving)
-        yield _Moment(self.gradients, 0, self._update())
+        yield _Moment(self.gradients, 0, self._update() + rounding)
 
     def _gathered(self) -> int:
         """Parameters that come and go, and the second copies that backward gathers them from."""
@@ -232,6 +234,15 @@ class StepMemory:
         near = zero.zero_hpz_partition_size
         copies = sum(sizes) // near if 1 < near < self.dp else 0
         return (gathered + copies) * self.kernel.element
+
+    def _rounding(self) -> int:
+        """Room for a piece of the masters that come from host memory to be rounded."""
+        sends = any(
+            id(buffer) in self._leaving
+            and self.offload.sends_masters(values_leave(buffer, self.config.zero.stage, self.offload))
+            for buffer in self.buffers.all
+        )
+        return 4 * self.offload.buffer_size if sends and self.kernel.gpu and self.kernel.element < 4 else 0
 
     def _unsharded(self) -> int:
         """Whole gradients that are yet to be cut into slices; in a first backward their slices are not there yet."""

@@ -57,7 +57,8 @@ def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: in
         if not share.state_leaves:
             continue
         out += reductions * share.numel * share.gradient
-        back += share.numel * ((reductions - 1) * share.gradient + (0 if share.values_leave else share.value))
+        value = 4 if offload.sends_masters(share.values_leave) else share.value
+        back += share.numel * ((reductions - 1) * share.gradient + (0 if share.values_leave else value))
         if offload.optimizer == "nvme":
             files += share.numel * sum(dtype.itemsize for dtype in stored_fields(offload, share.values_leave).values())
     return Moved(out, back, files)
@@ -96,6 +97,6 @@ def host_seconds(config: Config, leaving: int, fetched: int, precision: str, hos
         gradients=leaving * grad / host.link,
         parameters=fetched * value / host.link,
         update=leaving * (2 * stored + grad + 2 * value) / host.bandwidth,
-        values=0.0 if away else leaving * value / host.link,
+        values=0.0 if away else leaving * (4 if offload.sends_masters(away) else value) / host.link,
         files=leaving * stored * both / host.disk if offload.optimizer == "nvme" else 0.0,
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from megazero.host_memory import HostMemory
 from megazero.planner.traffic import Route, Traffic
 from megazero.zero.offload.formats import OFFSETS, Noise
 from megazero.zero.offload.link import ARRIVED, Arrival, Direction, Link
-from megazero.zero.offload.memory import HostMemory
 from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import HostState

@@ -17,7 +17,7 @@ from megazero.sharding import Piece, Rectangle
 from megazero.zero.flat import FlatLayout
 from megazero.zero.guard import Guard, placeholder, set_class
 from megazero.zero.offload.gradients import HostGradient
-from megazero.zero.offload.link import Arrival
+from megazero.zero.offload.link import ARRIVED, Arrival
 from megazero.zero.offload.store import Store
 from megazero.zero.offload.tier import Tier
 
@@ -67,7 +67,7 @@ class Block:
     the classes of its parameters while they are not whole. ``holders``: how many GatheredParameters keep it whole;
     ``lent``: it is whole for their sake alone. ``host_grad``: where the float32 state is kept off the device, the
     reduced gradient beside it; else None. ``store``: that state where it is not float32 tensors, which ``master`` and
-    ``optimizer_state`` then are not.
+    ``optimizer_state`` then are not. ``sends_masters``: the device reads new values from the masters in host memory.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class Block:
             self.values = tier.memory.empty(owned.numel(), dtype, pin=tier.settings.pin_parameters)
         self._tier, self._memory = tier, tier.memory if tier is not None and state_leaves else None
         self.host_grad = HostGradient(tier, owned.numel(), grad_dtype) if tier is not None and state_leaves else None
+        self.sends_masters = tier is not None and state_leaves and tier.settings.sends_masters(self.values_leave)
         self._update: Future[Arrival] | None = None
+        self._arrival: Arrival = ARRIVED  # of the last update's values
         # In float32 the parameter is its own master, where both are kept in the same place.
         keeps_master = trainable and (dtype != torch.float32 or state_leaves != self.values_leave)
         self.store: Store | None = None
@@ -107,7 +109,7 @@ class Block:
             self.store = Store(tier, layout.name, owned.numel(), values)
             self.master = torch.empty(0)
         else:
-            self.master = self.new_state() if keeps_master else self.values
+            self.master = self.new_state(pin=self.sends_masters) if keeps_master else self.values
         self.optimizer_state: dict[str, torch.Tensor] = {}
         self.grad: torch.Tensor | None = None
         self._grad_views: list[torch.Tensor] = []
@@ -130,11 +132,11 @@ class Block:
         if sharding.parameters:
             self._drop_storage()
 
-    def new_state(self) -> torch.Tensor:
-        """float32 zeros for the owned range, where its state is kept."""
+    def new_state(self, pin: bool = False) -> torch.Tensor:
+        """float32 zeros for the owned range, where its state is kept; in host memory pinned if asked for."""
         numel = self.owned[1] - self.owned[0]
         if self._memory is not None:
-            return self._memory.empty(numel, torch.float32)
+            return self._memory.empty(numel, torch.float32, pin)
         return torch.zeros(numel, dtype=torch.float32, device=self.flat.device)
 
     @staticmethod
@@ -271,8 +273,8 @@ class Block:
             assert self._tier is not None
             update, self._update = self._update, None
             with self._tier.meter.timed("wait"):
-                arrival = update.result()
-            arrival.wait()
+                self._arrival = update.result()
+            self._arrival.wait()
 
     def accumulate(self) -> None:
         """The running backward has made all the gradients it makes of these parameters: move those that are still on
@@ -307,6 +309,12 @@ class Block:
         self._written.update(indices)
         for i in indices:
             self.parameters[i].grad = None
+
+    def take_gradient(self, whole: torch.Tensor) -> None:
+        """All gradients of the step are, or will be in order on the current stream, in a buffer that somebody keeps; no
+        backward adds to them."""
+        assert self.grad is None, self.layout.name
+        self.grad, self._grad_views = whole, []
 
     def reduce_into(self) -> torch.Tensor:
         """Where a reduce-scatter of the buffer puts this rank's slice: elsewhere, if the rest is to be dropped."""
@@ -398,6 +406,7 @@ class Block:
         if self.store is not None:
             self.store.write(kind, start, values)
         else:
+            self._arrival.wait_on_host()  # the device may still be reading the masters
             self.owned_state(kind)[start : start + values.numel()].copy_(values.reshape(-1))
 
     def load(self, kind: str, read: Reader, only: str | None = None) -> None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
+
 from megazero.comm import Communicator, Work
 from megazero.zero.block import Block, Sharding
 
@@ -127,6 +129,13 @@ class GradientReduction:
             if not self._sharding.gradients:
                 self._reduced.add(self._chunk)
         self.last_of_step = False
+
+    def take_gradients(self, whole: Sequence[torch.Tensor]) -> None:
+        """Of every trained block, in order: what a step's backwards have made where there is nothing to reduce."""
+        assert self._group.size == 1 and not self._lets_go
+        for block, gradient in zip(self.trained, whole, strict=True):
+            block.take_gradient(gradient)
+        self._reduced.update(range(len(self._chunks)))
 
     def finish_cut(self, count: int) -> None:
         """Where gradients are cut or leave, wait for the ``count`` reductions that were issued first: what is not this

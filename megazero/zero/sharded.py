@@ -456,6 +456,10 @@ class ShardedModel:
         """Whether whole gradient buffers hold, in this rank's slices, the sums over ranks."""
         return self.reduction.reduced
 
+    def take_gradients(self, whole: Sequence[torch.Tensor]) -> None:
+        """The gradients of a step whose backwards nothing here has seen, of every trained block, in order."""
+        self.reduction.take_gradients(whole)
+
     def wait_for_gradients(self) -> None:
         """Order what follows after every reduction."""
         self.reduction.wait()

@@ -18,7 +18,6 @@ from megazero.checkpoint import (
     CheckpointWriter,
     OneProcess,
     TorchGroup,
-    background,
     open_checkpoint,
     store_group,
     writer,
@@ -38,9 +37,7 @@ def chunk(name: str, tensor: torch.Tensor) -> tuple:
 
 def test_the_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 41: the state changes at once, the writing is held back; the next save has its own values, in the same
-    memory. Among the chunks are one cut into runs of rows, one larger than a piece of that memory, one made late and
-    one without elements."""
-    monkeypatch.setattr(background, "_SLAB", 20)
+    memory. Among the chunks are one cut into runs of rows, one made late and one without elements."""
     monkeypatch.setattr(writer, "MAX_CHUNK_BYTES", 64)
     state = {"a": torch.arange(60.0).view(20, 3), "b": torch.arange(30.0).view(1, 30), "c": torch.tensor(5.0)}
     own = torch.tensor([1, 2])
@@ -62,7 +59,7 @@ def test_the_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Mo
         if step == 1:
             save(step)
             assert saver.pending and saver.finished() is None
-            memory = [slab.data_ptr() for slab in saver._staging._slabs]
+            memory = saver._staging._room.data_ptr()
         else:
             go.set()
             save(step)
@@ -71,7 +68,7 @@ def test_the_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Mo
         own += 10
     saver.wait()
     assert not saver.pending and saver.finished() == tmp_path / "step_00000003" and saver.finished() is None
-    assert [slab.data_ptr() for slab in saver._staging._slabs] == memory
+    assert saver._staging._room.data_ptr() == memory
     for step, tensors in wanted.items():
         with open_checkpoint(tmp_path / f"step_{step:08d}") as checkpoint:
             checkpoint.verify()

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from megazero import host_memory
 from megazero.checkpoint import files, newest
 from megazero.engine import Engine
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, ConfigError
+from megazero.models.parameters import parameter_count
 from tests.distributed.harness import RankFailure
 from tests.engine.test_resume import call, places
 from tests.engine.tiny import open_run, rank_files, run_script, series, steps_in, tiny
@@ -64,7 +66,24 @@ def test_each_save_has_the_values_of_its_step(
     assert every_rank_file(ours) == every_rank_file(plain)
     assert series(ours.with_suffix(".jsonl"), "loss") == series(plain.with_suffix(".jsonl"), "loss")
     said = capfd.readouterr().out
-    assert all(said.count(f"saved step {step} in {ours}") == 1 for step in (2, 4, 6))
+    assert all(said.count(f"saved step {step} in {ours}, for which training has waited") == 1 for step in (2, 4, 6))
+
+
+def test_room_for_the_copies_is_looked_for_at_the_start(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 bytes of a parameter, exactly; a machine with less is an error before the first step."""
+    settings = tiny(corpus, ASYNC | {"checkpoint.dir": tmp_path})
+    engine, *_ = open_run(settings)
+    with engine:
+        count = parameter_count(engine.model_config)
+    monkeypatch.setattr(host_memory, "available_host_memory", lambda: 12 * count)
+    engine, *_ = open_run(settings)
+    with engine:
+        pass
+    monkeypatch.setattr(host_memory, "available_host_memory", lambda: 12 * count - 1)
+    with pytest.raises(ConfigError, match=r"checkpoint.async_save: .* GB of host memory are needed on this machine"):
+        open_run(settings)
 
 
 def test_a_signal_waits_for_the_last_save(corpus: Path, tmp_path: Path) -> None:

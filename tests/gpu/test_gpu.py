@@ -358,6 +358,35 @@ def test_resume_is_bitwise_with_deterministic_kernels(corpus: Path, tmp_path: Pa
     assert rank_files(tmp_path / "broken") == rank_files(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.precision": "bf16", "train.compile": False},
+        {"train.precision": "bf16", "train.compile": True, "train.recompute": "selective"},
+        {"train.precision": "fp16", "train.compile": False, "train.recompute": "full", "zero.stage": 1},
+    ],
+    ids=["bf16 eager", "bf16 compiled", "fp16 recompute"],
+)
+def test_steps_by_a_graph_are_the_same_steps(corpus: Path, tmp_path: Path, deterministic: None, changes: dict) -> None:
+    """To the bit, with dropout, accumulation, a growing batch, and evaluations between."""
+    changes = changes | {
+        "train.deterministic": True,
+        "model.dropout": 0.1,
+        "model.attention_dropout": 0.0,
+        "train.rampup_batch_size": [4, 4, 16],
+        "train.micro_batch_size": 2,
+        "train.steps": 12,
+        "train.eval_interval": 3,
+        "train.eval_steps": 1,
+        "data.valid": corpus / "valid",
+    }
+    for name in ("plain", "graph"):
+        more = {"checkpoint.dir": tmp_path / name, "log.jsonl": tmp_path / f"{name}.jsonl"}
+        run_script(tiny(corpus, changes | more | {"train.cuda_graph": name == "graph"}))
+    assert series(tmp_path / "graph.jsonl", *NUMBERS) == series(tmp_path / "plain.jsonl", *NUMBERS)
+    assert rank_files(tmp_path / "graph") == rank_files(tmp_path / "plain")
+
+
 def test_bf16_and_compile_stay_near_fp32(corpus: Path, tmp_path: Path) -> None:
     """Rounding in bf16 moves a loss by some thousandths; a wrong kernel or a lost gradient by far more."""
     losses = {}

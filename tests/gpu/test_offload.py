@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megazero
+from megazero.host_memory import HostMemory
 from megazero.zero.offload.link import Link
-from megazero.zero.offload.memory import HostMemory
 from tests.engine.tiny import (
     ROOT,
     SCRIPT,
@@ -111,6 +111,7 @@ def test_memory_does_not_grow_and_nothing_is_pinned_twice(corpus: Path) -> None:
             taken.append((tier.memory.taken, tier.memory.pinned))
         blocks = engine.stage.sharded.blocks
         copied = [block.host_grad.values for block in blocks] + [block.values for block in blocks if block.values_leave]
+        copied += [block.master for block in blocks if block.sends_masters]
         assert all(tensor.is_pinned() for tensor in copied)
         assert not any(block.owned_state("exp_avg").is_pinned() for block in blocks)
         slots = tier.settings.buffer_count * tier.settings.buffer_size * 4
@@ -140,6 +141,26 @@ def test_copies_are_asynchronous_and_in_order() -> None:
     several = [link.bring(target[i * 1024 : (i + 1) * 1024], values + i) for i in range(5)]
     several[-1].wait()
     assert torch.equal(target[: 5 * 1024].cpu().view(5, 1024)[:, 0], torch.arange(5.0))
+
+
+def test_masters_are_rounded_on_the_device() -> None:
+    """As the host would round them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = HostMemory(device)
+    link = Link(device, memory, 2, 1 << 20)
+    masters = memory.empty(5 << 20, torch.float32, pin=True).normal_()
+    wanted = masters.bfloat16()
+    target = torch.zeros(5 << 20, dtype=torch.bfloat16, device=device)
+    with link.stream_back():
+        torch.cuda._sleep(200_000_000)
+    arrivals = [
+        link.bring_masters(part, values)
+        for part, values in zip(target.split(1 << 20), masters.split(1 << 20), strict=True)
+    ]
+    assert link.bytes["back"] == masters.nbytes
+    arrivals[-1].wait_on_host()
+    masters.zero_()
+    assert torch.equal(target.cpu(), wanted)
 
 
 def test_gradients_of_a_step_are_never_there_together() -> None:

@@ -107,8 +107,10 @@ def _disturbed(
     seconds = time.monotonic() - begin
     said = re.findall(r"^megazero launch: (.*)$", log.read_text(), re.MULTILINE)
     how = f"restarted{' twice' if len(said) == 2 else f' {len(said)} times' if said[2:] else ''}" if said else "went on"
-    if kind.says and code not in (0, "HUNG") and re.search(kind.says, said[-1] if said else ""):
+    stops = kind.says or kind.may_say
+    if stops and code not in (0, "HUNG") and re.search(stops, said[-1] if said else ""):
         how, log = "stopped, started again by hand", directory / "log2"
+        kind.remedy(scene)
         again = Scene(machines, draw, directory, start(machines, corpus, directory, "log2"))
         code = end_of(again, limit)
     elif kind.says:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -178,15 +179,28 @@ def weight_bit(scene: Scene) -> None:
     _plant(scene, f"bit {scene.draw.randrange(23)}")
 
 
+def remove_newest(scene: Scene) -> None:
+    """What a run whose only checkpoint is damaged asks for."""
+    if path := newest(scene):
+        shutil.rmtree(path)
+
+
 class Kind(NamedTuple):
     """``title``: for the table. ``says``: what the last line must hold where the run must stop and not go on by itself;
-    "": it must go on. ``small_disk``: the run's directory is on a file system of a few megabytes.
+    "": it must go on. ``may_say``: where it may stop, by chance, what the last line must hold then; ``remedy``: what a
+    user does about it. ``small_disk``: the run's directory is on a file system of a few megabytes.
     """
 
     title: str
     strike: Callable[[Scene], None]
     says: str = ""
+    may_say: str = ""
+    remedy: Callable[[Scene], None] = lambda scene: None
     small_disk: bool = False
+
+
+ONLY_ONE = "damaged|cut short|no whole checkpoint"
+"""Of a run that has no checkpoint but a damaged one: to begin anew is for the user to say."""
 
 
 FAULTS = {
@@ -202,10 +216,10 @@ FAULTS = {
         Kind("a link that drops 5, 20 or 60 % for 20 s (nftables)", link_drops),
         Kind("disk full during saves", disk_full, says="no space left", small_disk=True),
         Kind("disk read-only on one machine", disk_read_only, says="read-only"),
-        Kind("a file cut during a save", disk_truncates),
-        Kind("a byte of the newest checkpoint flipped", file_flipped),
-        Kind("a file of the newest checkpoint cut", file_cut),
-        Kind("a file of the newest checkpoint removed", file_removed),
+        Kind("a file cut during a save", disk_truncates, may_say=ONLY_ONE, remedy=remove_newest),
+        Kind("a byte of the newest checkpoint flipped", file_flipped, may_say=ONLY_ONE, remedy=remove_newest),
+        Kind("a file of the newest checkpoint cut", file_cut, may_say=ONLY_ONE, remedy=remove_newest),
+        Kind("a file of the newest checkpoint removed", file_removed, may_say=ONLY_ONE, remedy=remove_newest),
         Kind("NaN in a gradient of one rank", gradient_nan, says="not finite|nan"),
         Kind("a bit of one rank's weights flipped", weight_bit, says="is not that of the others|differs between ranks"),
     )

@@ -9,11 +9,11 @@ import pytest
 
 from megazero.config import Config
 from megazero.errors import ConfigError
+from megazero.host_memory import check_host_memory
 from megazero.models.config import ModelConfig
 from megazero.planner.memory import plan
 from megazero.planner.model_state import stage_buffers
 from megazero.planner.offload import block_shares, moved
-from megazero.zero.offload.memory import check_host_memory
 from megazero.zero.offload.settings import Offload
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
@@ -96,7 +96,7 @@ def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_p
 
 def test_what_does_not_fit_says_so() -> None:
     with pytest.raises(ConfigError, match=r"offload: 20.0 GB of host memory are needed .* and 10.0 GB are available"):
-        check_host_memory("offload", 20 * 10**9, limit=10 * 10**9)
+        check_host_memory("offload", 20 * 10**9, "buy some", limit=10 * 10**9)
 
 
 def test_masters_of_parameters_that_are_not_bfloat16() -> None:

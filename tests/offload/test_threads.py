@@ -33,7 +33,8 @@ def test_an_error_ends_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     if place == "update":
         monkeypatch.setattr(host_adamw, "_kernel", _fails_from(3, host_adamw._kernel))
     else:
-        monkeypatch.setattr(Link, "bring", _fails_from(3, Link.bring))
+        way = "bring_masters" if state == "host" else "bring"
+        monkeypatch.setattr(Link, way, _fails_from(3, getattr(Link, way)))
     offload = {"offload_optimizer": CPU} if state == "host" else nvme(tmp_path)
     tree = settings(GPT2, zero={"stage": 1, **offload})
     tree["train"] |= {"precision": "bf16", "steps": 4}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megazero.host_memory import HostMemory
 from megazero.zero.offload.link import Arrival, Link
-from megazero.zero.offload.memory import HostMemory
 
 
 class _Kept:

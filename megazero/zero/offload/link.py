@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from megazero.zero.offload.memory import HostMemory
+from megazero.host_memory import HostMemory
 
 Direction = Literal["out", "back"]
 
@@ -68,10 +68,12 @@ class Link:
         self._cuda = device.type == "cuda"
         self._buffers, self._buffer_size = buffers, buffer_size
         self._slots: deque[tuple[torch.Tensor, Arrival]] = deque()
+        self._wide: torch.Tensor | None = None
         self._leaving: deque[tuple[torch.Tensor, Arrival]] = deque()
         self._counting = threading.Lock()
         if self._cuda:
-            self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            # What is rounded on its way back does not queue behind the kernels of a step.
+            self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
 
     def _count(self, direction: Direction, size: int) -> None:
         with self._counting:  # the worker copies as well
@@ -133,6 +135,31 @@ class Link:
         arrival = _Event(self._back)
         self._slots.append((slot, arrival))
         return arrival
+
+    def bring_masters(self, target: torch.Tensor, masters: torch.Tensor) -> Arrival:
+        """Copy up to ``buffer_size`` float32 values that are pinned, and stay as they are until then, to a tensor of
+        the device, in its dtype. From one thread only, and to memory that no kernel under way uses."""
+        self._count("back", masters.nbytes)
+        if not self._cuda:
+            target.copy_(masters)
+            return ARRIVED
+        with torch.cuda.stream(self._back):
+            if target.dtype == masters.dtype:
+                target.copy_(masters, non_blocking=True)
+            else:
+                # Torch would round them on the host, which waits for that.
+                if self._wide is None:
+                    self._wide = torch.empty(self._buffer_size, dtype=torch.float32, device=self._device)
+                there = self._wide[: masters.numel()]
+                there.copy_(masters, non_blocking=True)
+                target.copy_(there)
+        return _Event(self._back)
+
+    def finish(self) -> None:
+        """Return when nothing is on its way any more."""
+        if self._cuda:
+            self._out.synchronize()
+            self._back.synchronize()
 
     def stream_back(self) -> torch.cuda.stream:
         """A context in which work is issued after all copies back."""

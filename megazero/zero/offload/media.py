@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megazero.host_memory import HostMemory
 from megazero.zero.offload.files import PAGE, StateFile
-from megazero.zero.offload.memory import HostMemory
 
 Fields = Mapping[str, torch.dtype]
 Views = dict[str, torch.Tensor]

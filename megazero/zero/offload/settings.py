@@ -24,7 +24,7 @@ class Offload:
     pin_memory: bool = True
     pin_parameters: bool = True
     buffer_count: int = 4
-    buffer_size: int = 4 * 2**20
+    buffer_size: int = 8 * 2**20
     pipeline_read: bool = True
     pipeline_write: bool = True
     threads: int = 0
@@ -59,3 +59,9 @@ class Offload:
     def plain(self) -> bool:
         """Whether the state is float32 tensors in host memory."""
         return self.optimizer == "cpu" and self.moments == self.masters == "fp32"
+
+    def sends_masters(self, values_leave: bool) -> bool:
+        """Whether new values go to the device as the masters themselves, to be rounded there: it reads these where they
+        lie, pinned, and the CPU, whose memory bounds the update, has nothing to do with it. ``values_leave``: new
+        values do not go to the device at all."""
+        return self.plain and self.pin_memory and not values_leave

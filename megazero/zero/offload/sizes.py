@@ -109,7 +109,8 @@ def host_state(shares: Sequence[BlockShare], offload: Offload, gpu: bool) -> Hos
     buffers = offload.buffer_count * record
     if leaving:
         buffers += _scratch(leaving, offload)
-    if gpu and not all(share.values_leave for share in leaving):  # new values on their way to the device
+    if gpu and any(not share.values_leave and not offload.sends_masters(False) for share in leaving):
+        # New values on their way to the device.
         buffers += offload.buffer_count * offload.buffer_size * 4
     return HostState(parameters, gradients, state, files, record, buffers)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from megazero.host_memory import HostMemory, check_host_memory, wait_for_all
 from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
 from megazero.zero.offload.media import Disk
-from megazero.zero.offload.memory import HostMemory, check_host_memory, wait_for_all
 from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import BlockShare, HostState, host_state
@@ -27,7 +27,8 @@ class Tier:
 
     [Note: one worker] Updates run one after another in one thread, in the order in which they were asked for, each on
     all of the rank's cores: host memory is what bounds them, and the pieces asked for first are used first. What is
-    new goes to the device in a second thread, on a few cores, while the worker is at the next piece.
+    new goes to the device in a second thread, while the worker is at the next piece: the device reads the masters
+    themselves where they are float32 and pinned, else the thread copies them into pinned memory on a few cores.
     """
 
     def __init__(self, settings: Offload, device: torch.device, planned: HostState) -> None:
@@ -74,6 +75,7 @@ class Tier:
         """Wait for the threads and end them; files are removed."""
         self._worker.shutdown()
         self._sender.shutdown()
+        self.link.finish()
         if self.disk is not None:
             self.disk.close()
 
@@ -112,7 +114,11 @@ def claim_tier(settings: Offload, device: torch.device, shares: Sequence[BlockSh
     """The tier of this process, when all of its machine's have looked whether there is room. Raises ConfigError and
     OffloadError where there is not."""
     planned = host_state(shares, settings, gpu=device.type == "cuda")
-    check_host_memory("offload_optimizer.device", planned.memory)
+    fix = (
+        "keep more of it on the device (ratio), choose device nvme, 16-bit moments or masters, or train.grad_dtype "
+        "bf16 (docs/offload.md has the sizes)"
+    )
+    check_host_memory("offload_optimizer.device", planned.memory, fix)
     tier = Tier(settings, device, planned)  # which looks at the room on the disk
     wait_for_all()
     return tier

@@ -29,7 +29,8 @@ class HostMemory:
     [Note: exact pages]
     Torch's pinned allocator rounds every tensor up to a power of two, which is up to half of the memory for nothing.
     Here each tensor is an anonymous mapping of its own, of huge pages where the kernel has some, registered with CUDA
-    once where it is to be pinned. Only what the device copies from or to is: masters and moments are never.
+    once where it is to be pinned. Only what the device copies from or to is: moments are never, and masters where the
+    device reads new values from them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,10 +106,10 @@ def wait_for_all() -> None:
     store.wait([f"{turn}/all"])
 
 
-def check_host_memory(field: str, needed: int, limit: int | None = None) -> None:
+def check_host_memory(field: str, needed: int, fix: str, limit: int | None = None) -> None:
     """Raises ConfigError where ``needed`` bytes on each rank are more than the machine has for all of its ranks.
 
-    ``limit``: bytes for all of them; None: what is available now.
+    ``fix``: what the user may do then. ``limit``: bytes for all of them; None: what is available now.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = available_host_memory() if limit is None else limit
@@ -116,6 +117,5 @@ def check_host_memory(field: str, needed: int, limit: int | None = None) -> None
         raise ConfigError.single(
             field,
             f"{needed * ranks / 1e9:.1f} GB of host memory are needed on this machine ({ranks} x "
-            f"{needed / 1e9:.1f} GB), and {limit / 1e9:.1f} GB are available; keep more of it on the device (ratio), "
-            "choose device nvme, 16-bit moments or masters, or train.grad_dtype bf16 (docs/offload.md has the sizes)",
+            f"{needed / 1e9:.1f} GB), and {limit / 1e9:.1f} GB are available; {fix}",
         )
