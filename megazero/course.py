@@ -20,14 +20,25 @@ class Course:
         self.left_out = list(dict.fromkeys((*self.left_out, *ranges)))
 
     def begin(self, position: int) -> int:
-        """The first position from this one on that is not left out."""
-        while over := [samples.stop for samples in self.left_out if position in samples]:
+        """The first position from this one on from which a step reads nothing that is left out."""
+        while True:
+            end = position + self.size(position)
+            over = [samples.stop for samples in self.left_out if samples.start < end and position < samples.stop]
+            if not over:
+                return position
             position = max(over)
-        return position
 
     def size(self, position: int) -> int:
         """Samples of the step that begins there."""
-        return self._full if self._ramp_up is None else ramped(self._ramp_up, self._full, position)[0]
+        return self._full if self._ramp_up is None else ramped(self._ramp_up, self._full, self._taken(position))[0]
+
+    def _taken(self, position: int) -> int:
+        """How many of the samples before it are not left out: sizes grow by what was trained on."""
+        taken, end = position, 0
+        for out in sorted(self.left_out, key=lambda samples: samples.start):
+            taken -= max(0, min(out.stop, position) - max(out.start, end))
+            end = max(end, out.stop)
+        return taken
 
     def after(self, position: int) -> int:
         """Where the step begins that follows the one that begins there."""
@@ -41,7 +52,8 @@ class Course:
 
     def total(self, position: int, steps: int) -> int:
         """Samples of so many steps from there on, as long as nothing further is left out."""
-        first, left = position, steps
+        first = position = self._taken(position)
+        left = steps
         while left and self._ramp_up is not None:
             size, until = ramped(self._ramp_up, self._full, position)
             if until is None:
@@ -52,7 +64,7 @@ class Course:
 
 
 def ramped(ramp_up: RampUp, full: int, position: int) -> tuple[int, int | None]:
-    """(samples of a step that begins at ``position``, the position from which on they are more: None for never).
+    """(samples of a step that comes after ``position`` of them, after how many they are more: None for never).
 
     As Megatron-LM's --rampup-batch-size: the way from the first size to the full one is divided into steps of the
     increment, each for an equal share of the samples.

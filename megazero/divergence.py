@@ -70,6 +70,10 @@ def roll_back(engine: Engine, found: Divergence) -> None:
     restored = restore.load_newest(engine)
     if restored is None:
         raise found.error("There is no checkpoint yet to go back to")
+    own = restore.group_of(engine).all_gather(engine.telemetry.run_id)[0]  # rank 0's is the run's
+    if restored.run_id not in (None, own):
+        further = f"There is no checkpoint yet to go back to: those in {engine.config.checkpoint.dir} are another run's"
+        raise found.error(further)
     engine.optimizer.bad_step.zero_()
     samples = range(course.begin(engine.consumed_samples), found.samples.stop)
     course.leave_out([samples])

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from megazero.build import precision_on
 from megazero.config import Config, load_config
-from megazero.engine import Engine
-from megazero.errors import LaunchError
+from megazero.engine import Engine, resolve_model
+from megazero.errors import ConfigError, LaunchError
 from megazero.launch.environment import process_environment
 from megazero.launch.errors import report_errors
 from megazero.models.parameters import flops_per_token, parameter_count
@@ -75,6 +75,27 @@ def measure(engine: Engine, source: RandomTokens, warmup: int, steps: int) -> tu
     losses += [engine.train_batch(source).loss for _ in range(steps)]
     _synchronise(engine)
     return (time.perf_counter() - begin) / steps, [float(loss) for loss in losses]
+
+
+def load_settings(settings: Sequence[str], steps: int, world_size: int) -> Config:
+    """Those of a run of so many steps on random tokens. Raises ConfigError, also where they ask for what would not be
+    measured."""
+    # Neither logging nor saving: both would wait for the device.
+    quiet = ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]
+    config = load_config([*settings, *quiet], world_size=world_size, needs_data=False)
+    if config.train.rampup_batch_size is not None:
+        told = "a step's time is that of one batch size; leave it out, and measure each size as train.global_batch_size"
+        raise ConfigError.single("train.rampup_batch_size", told)
+    if config.data.reset_at_document:
+        raise ConfigError.single("data.reset_at_document", "random tokens are of no document; leave it out")
+    return resolve_model(config, world_size)
+
+
+def check_steps(arguments: argparse.Namespace, **least: int) -> None:
+    """Raises ConfigError where a number of steps is below its least."""
+    for name, number in least.items():
+        if (value := getattr(arguments, name)) < number:
+            raise ConfigError.single(f"--{name}", f"{value} must be at least {number}")
 
 
 def limit_memory(gib: float, local_rank: int) -> None:
@@ -235,6 +256,7 @@ def main(argv: Sequence[str]) -> None:
         "--beside-plain-loop", action="store_true", help="first measure tools/plain_loop.py too (one process)"
     )
     own, settings = parser.parse_known_args(argv)
+    check_steps(own, warmup=0, measure=1, profile=0)
     environment = process_environment()
     if own.beside_plain_loop and environment.world_size > 1:
         raise LaunchError("--beside-plain-loop: the plain loop is of one process; leave it out or run one")
@@ -244,9 +266,7 @@ def main(argv: Sequence[str]) -> None:
     if own.memory_limit:
         limit_memory(own.memory_limit, environment.local_rank)
     steps = own.warmup + own.measure + HOST_STEPS + own.profile
-    # Neither logging nor saving: both would wait for the device.
-    settings += ["--train.steps", str(steps), "--log.interval", "0", "--checkpoint.resume", "never"]
-    config = load_config(settings, world_size=environment.world_size, needs_data=False)
+    config = load_settings(settings, steps, environment.world_size)
     source = RandomTokens(config.model.vocab_size, config.data.seq_length)
     with Engine(config, environment) as engine:
         seconds, losses = measure(engine, source, own.warmup, own.measure)

@@ -2,10 +2,11 @@
 
     python tools/plain_loop.py --model.preset gpt2-124m --train.micro_batch_size 8 --train.global_batch_size 8 ...
 
-Settings are those of tools/benchmark.py; those of layouts, ZeRO and recompute say nothing here. One process: the
-decoder of megazero/models as it is, compiled whole on a GPU with cuDNN's attention, torch's cross-entropy over all
-logits, weights and gradients in the precision of the run, float32 masters and moments under torch's fused AdamW,
-gradients added up and clipped in float32. Prints a JSON line.
+Settings are those of tools/benchmark.py; those of layouts, ZeRO and recompute say nothing here, and fp16 and others
+under which the engine does other work are refused. One process: the decoder of megazero/models as it is, compiled whole
+on a GPU with cuDNN's attention, torch's cross-entropy over all logits, weights and gradients in the precision of the
+run, float32 masters and moments under torch's fused AdamW, gradients added up and clipped in float32. Prints a JSON
+line.
 """
 
 from __future__ import annotations
@@ -24,25 +25,28 @@ import torch
 import torch.nn.functional as F
 
 from megazero.build import DTYPES, attention_backends, compiles_on, precision_on
-from megazero.config import Config, load_config
+from megazero.config import Config
+from megazero.convert import open_weights
+from megazero.errors import ConfigError
 from megazero.launch.errors import report_errors
 from megazero.models.context import Context, ContextBuilder
 from megazero.models.gpt import GPT
 from megazero.models.init import draw
 from megazero.optim.schedule import learning_rate
-from megazero.restore import resolve_model
-from tools.benchmark import RandomTokens
+from tools.benchmark import RandomTokens, check_steps, load_settings
 
 
 class PlainLoop:
     """Trains as the engine does on one process; ``step`` takes the same micro-batches."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
+        _check(config, device)
         self._config, self._device = config, device
         model = config.model.architecture
         with torch.device(device):
             self.model = GPT(model)
         _fill(self.model, config)
+        torch.manual_seed(config.train.seed * 1_000_003)  # attention's dropout, as the engine seeds it
         self.model.to(DTYPES[precision_on(config, device)])
         self._contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
         self._parameters = list(self.model.parameters())
@@ -93,17 +97,35 @@ class PlainLoop:
         torch._foreach_copy_(self._parameters, self._masters)
 
 
+def _check(config: Config, device: torch.device) -> None:
+    """ConfigError for settings under which the engine's work is another than the loop's."""
+    train = config.train
+    for field, other, instead in (
+        ("train.precision", precision_on(config, device) == "fp16", "the loop scales no loss; use bf16"),
+        ("train.grad_dtype", train.grad_dtype != "fp32", "the loop adds gradients up in float32; leave it out"),
+        ("train.deterministic", train.deterministic, "the loop's kernels are not; leave it out"),
+    ):
+        if other:
+            raise ConfigError.single(field, f"{getattr(train, field.removeprefix('train.'))}: {instead}")
+
+
 @torch.no_grad()
 def _fill(model: GPT, config: Config) -> None:
     """The engine's initial weights: a fused matrix is put together from its parts."""
+    weights = open_weights(config.model.init_from) if config.model.init_from else None
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
         module, stem = model.get_submodule(path), path.rpartition(".")[0]
         shapes = {name: tuple(parameter.shape)}
         if hasattr(module, "parts"):
             shapes = {f"{stem}.{part.name}.{kind}": (part.size, *parameter.shape[1:]) for part in module.parts}
-        drawn = [draw(model.config, each, shape, config.train.seed, parameter.device) for each, shape in shapes.items()]
-        parameter.copy_(torch.cat(drawn))
+        parts = [
+            draw(model.config, each, shape, config.train.seed, parameter.device)
+            if weights is None
+            else weights.read(each)
+            for each, shape in shapes.items()
+        ]
+        parameter.copy_(torch.cat(parts))
 
 
 def measure(config: Config, device: torch.device, warmup: int, steps: int) -> tuple[float, list[float]]:
@@ -131,8 +153,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts (default: 10)")
     parser.add_argument("--measure", type=int, default=20, help="steps that are timed (default: 20)")
     own, settings = parser.parse_known_args(argv)
-    settings += ["--train.steps", str(own.warmup + own.measure), "--checkpoint.resume", "never"]
-    config = resolve_model(load_config(settings, world_size=1, needs_data=False), 1)
+    check_steps(own, warmup=0, measure=1)
+    config = load_settings(settings, own.warmup + own.measure, world_size=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seconds, losses = measure(config, device, own.warmup, own.measure)
     tokens = config.train.global_batch_size * config.data.seq_length / seconds

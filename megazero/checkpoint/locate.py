@@ -173,6 +173,8 @@ def set_aside(path: Path) -> bool:
         if not any(other != path and is_whole(other) for _, other in step_directories(path.parent)):
             return False
         path.rename(path.with_name(path.name + DAMAGED))
+    except FileNotFoundError:  # another thread has, which found the same
+        return True
     except OSError:
         return False
     return True

@@ -52,6 +52,14 @@ def make_loader(data: Any, ds: DsConfig, topology: Topology, collate_fn: Callabl
     return EpochLoader(data, ds, topology, collate_fn)
 
 
+def next_of(data_iter: Iterator[Any]) -> Any:
+    """The next batch. MegazeroError for a dataloader or a list, of which there is no next."""
+    if not hasattr(data_iter, "__next__"):
+        kind = type(data_iter).__name__
+        raise MegazeroError(f"data_iter is a {kind} and no iterator over batches; give iter(...) of it")
+    return next(data_iter)
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """The tensors of nested mappings, tuples and lists, moved; the rest as it is."""
     if isinstance(batch, torch.Tensor):

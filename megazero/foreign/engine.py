@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from megazero.ds_config import DsConfig
 from megazero.errors import DivergenceError, MegazeroError
 from megazero.foreign.checkpoint import EngineCheckpoints
-from megazero.foreign.data import EpochLoader, cast_floats, loss_of
+from megazero.foreign.data import EpochLoader, cast_floats, loss_of, next_of
 from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
 from megazero.foreign.optimizer import ShardOptimizer
@@ -266,13 +266,13 @@ class ZeroEngine(WeightExport, nn.Module):
         self.eval()
         try:
             count = self.ds_config.gradient_accumulation_steps
-            return torch.stack([loss_of(self, next(data_iter), self.device).detach() for _ in range(count)]).mean()
+            return torch.stack([loss_of(self, next_of(data_iter), self.device).detach() for _ in range(count)]).mean()
         finally:
             self.train(training)
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> Any:
         if data_iter is not None:
-            return next(data_iter)
+            return next_of(data_iter)
         if self.training_dataloader is None:
             raise MegazeroError("train_batch: give an iterator over batches, or training_data to initialize")
         if self._own_batches is None:

@@ -88,7 +88,7 @@ def _save_gelu(ctx, inputs, output):
 
 def _backward_of_gelu(ctx, grad):
     product, bias = ctx.saved_tensors
-    grad_product, sums = torch.ops.megazero.bias_gelu_backward(grad.contiguous(), product, bias)
+    grad_product, sums = torch.ops.megazero.bias_gelu_backward(grad.contiguous(), product.contiguous(), bias)
     return grad_product, sums.sum(0).to(bias.dtype)
 
 
@@ -197,7 +197,7 @@ def _save_norm(ctx, inputs, output):
 def _backward_of_norm(ctx, grad_total, grad_normed, grad_mean, grad_scale):
     total, mean, scale, weight = ctx.saved_tensors
     grad, weight_sums, bias_sums = torch.ops.megazero.add_norm_backward(
-        grad_total.contiguous(), grad_normed.contiguous(), total, mean, scale, weight
+        grad_total.contiguous(), grad_normed.contiguous(), total.contiguous(), mean, scale, weight
     )
     return grad, grad, weight_sums.sum(0).to(weight.dtype), bias_sums.sum(0).to(weight.dtype), None
 

@@ -4,8 +4,9 @@
 A parameter held by several ranks of an axis whose local gradients are only shares of the whole (norms under
 sequence parallelism, replicated key/value heads, the two copies of a tied embedding) is summed over those
 ranks. Replicas have the same local layout, so they own the same ranges of the same blocks, and the sum runs
-once a step, on the data-parallel-reduced values. Addition commutes bitwise in a sum of two; with more
-members the all-reduce gives every member the same bits.
+once a step, on the data-parallel-reduced values. Blocks go in the order of their names: stages that share several
+may come to them in other orders. Addition commutes bitwise in a sum of two; with more members the all-reduce
+gives every member the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PartialSums:
     def __init__(self, blocks: Sequence[Block], topology: Topology) -> None:
         self.blocks, self._device = blocks, topology.device
         ranges: dict[tuple[str, tuple[int, ...]], list[tuple[int, int, int]]] = {}
-        for index, block in enumerate(blocks):
+        for index, block in sorted(enumerate(blocks), key=lambda pair: pair[1].layout.entries[0].name):
             for first, last, piece, _ in block.layout.pieces(*block.owned):
                 for replication in piece.replication:
                     if replication.gradient == "partial":

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.checkpoint import CheckpointWriter, newest_or_none, verifier
-from megazero.checkpoint.locate import VERIFIED
+from megazero.checkpoint.locate import VERIFIED, set_aside
 from megazero.checkpoint.verifier import Verifier
 from megazero.sharding import Rectangle
 from tests.engine.tiny import open_run, run_script, steps_in, tiny, write_corpus
@@ -53,6 +53,15 @@ def test_the_last_good_one_stays_until_a_newer_one_is_known_to_be_good(tmp_path:
     assert newest_or_none(tmp_path) == fourth and first.exists()
     read_back(writer, fourth)
     assert not first.exists() and not third.exists() and newest_or_none(tmp_path) == fourth
+
+
+def test_what_another_thread_has_set_aside_is_aside(tmp_path: Path) -> None:
+    """A roll-back and the verifier may find the same damage: whoever comes second goes on, too."""
+    writer = CheckpointWriter(tmp_path, verifies=True)
+    first = writer.save(1, [CHUNK])
+    second = writer.save(2, [CHUNK])
+    assert set_aside(second) and set_aside(second)
+    assert newest_or_none(tmp_path) == first
 
 
 def test_those_newer_than_the_last_good_one_do_not_count(tmp_path: Path) -> None:

@@ -84,6 +84,23 @@ def in_place() -> list[Any]:
     return layers(in_place=True)
 
 
+class Residual(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+def crossed() -> list[Any]:
+    """Two tied layers, which the last of two or three stages comes to in the other order than the first."""
+    return [
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
+        TiedLayerSpec("residual", Residual, WIDTH, WIDTH),
+        LayerSpec(Residual, WIDTH, WIDTH),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("residual", Residual, WIDTH, WIDTH),
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=unembed),
+    ]
+
+
 def frozen_first() -> list[Any]:
     """Nothing is trained on the first of two stages, and nothing has a parameter in the middle."""
     return [

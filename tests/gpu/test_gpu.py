@@ -289,6 +289,24 @@ def test_a_layer_with_fused_pieces_is_the_plain_layer(dtype: torch.dtype, recomp
         assert ours <= 1.3 * theirs + 1e-6
 
 
+def test_fused_pieces_take_tensors_of_any_strides() -> None:
+    """The kernels go by rows; a transposed tensor is the same numbers elsewhere."""
+    from megazero.models import fused
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, branch, grad = (torch.randn(40, 30, device="cuda", generator=generator) for _ in range(3))
+    weight, bias = (torch.randn(40, device="cuda", generator=generator) for _ in range(2))
+
+    def gradients(given: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (*given, weight, bias)]
+        total, normed = fused.add_norm(*leaves, 1e-5)
+        return list(torch.autograd.grad([fused.bias_gelu(total, leaves[3]), normed], leaves, [grad.t(), 2 * grad.t()]))
+
+    found, wanted = gradients((x.t(), branch.t())), gradients((x.t().contiguous(), branch.t().contiguous()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw_in_one_pass_is_adamw(dtype: torch.dtype) -> None:
     """Against torch's own in float64, decayed and not; a skipped step leaves every bit."""

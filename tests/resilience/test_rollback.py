@@ -159,6 +159,12 @@ def test_a_spike_is_left_out_with_what_was_read_before_it(corpus: Path, tmp_path
 def test_nothing_to_go_back_to(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match="There is no checkpoint yet to go back to"):
         train(settings(corpus, tmp_path, {}), bad=8)
+    # Of two runs, one goes on in the other's directory, and has saved nothing there yet.
+    train(settings(corpus, tmp_path / "one", {"train.steps": 1}))
+    train(settings(corpus, tmp_path / "two", {"train.steps": 2}))
+    place = {"checkpoint.resume": tmp_path / "two" / "run", "checkpoint.dir": tmp_path / "one" / "run"}
+    with pytest.raises(DivergenceError, match=r"to go back to: those in .*one.run are another run's"):
+        train(settings(corpus, tmp_path / "three", place), bad=16)
     with pytest.raises(ConfigError, match=r"watch\.bad_step: rollback needs checkpoints"):
         train(settings(corpus, tmp_path, {"checkpoint.save_interval": 0}))
 
@@ -168,8 +174,22 @@ def test_the_course() -> None:
     assert course.samples(0, 3) == range(24, 32)
     course.leave_out([range(16, 32), range(32, 40), range(16, 32)])
     assert course.left_out == [range(16, 32), range(32, 40)]
-    assert [course.begin(position) for position in (15, 16, 39, 40)] == [15, 40, 40, 40]
+    # Steps of another size than those of before may come to a range from within: they do not read into it.
+    assert [course.begin(position) for position in (8, 9, 15, 16, 39, 40)] == [8, 40, 40, 40, 40, 40]
     assert course.after(8) == 40 and course.samples(8, 2) == range(48, 56)
+
+
+def test_a_batch_grows_by_what_is_read() -> None:
+    """Sizes are those of the run that never met what is left out, of which some is left out twice."""
+    train = TrainSection(global_batch_size=16, rampup_batch_size=(4, 4, 30))
+    whole, course = Course(train), Course(train)
+    course.leave_out([range(12, 32), range(36, 48), range(12, 48)])
+    at, position = 0, 0
+    for step in range(12):
+        assert course.samples(0, step) == range(position, position + whole.size(at))
+        assert course.total(position, 9) == whole.total(at, 9)
+        at, position = whole.after(at), course.after(position)
+        assert position == at + (36 if at >= 12 else 0)
 
 
 def test_the_record_is_of_one_run_and_damage_is_no_excuse(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from megazero.config import load_config
+from megazero.config import Config
 from megazero.engine import Engine
-from megazero.errors import LaunchError
-from megazero.restore import resolve_model
+from megazero.errors import ConfigError, LaunchError
 from tools import benchmark, plain_loop
 
 SIZES = (
@@ -23,15 +24,47 @@ LLAMA = (
 )
 
 
-@pytest.mark.parametrize("more", ["--model.dropout 0.2 --model.attention_dropout 0", LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("more", ["--model.dropout 0.2 --model.attention_dropout 0.1", LLAMA], ids=["gpt", "llama"])
 def test_losses_are_the_engines(more: str) -> None:
-    config = resolve_model(load_config(f"{SIZES} {more}".split(), world_size=1, needs_data=False), 1)
+    assert_same(benchmark.load_settings(f"{SIZES} {more}".split(), 5, 1))
+
+
+def test_weights_may_be_another_run_s(tmp_path: Path) -> None:
+    place = ["--checkpoint.dir", str(tmp_path)]
+    with Engine(benchmark.load_settings([*SIZES.split(), *LLAMA.split(), *place], 2, 1)) as engine:
+        source = benchmark.RandomTokens(61, 12)
+        engine.train_batch(source)
+        engine.save(source)
+    given = ["--data.seq_length", *SIZES.partition("--data.seq_length")[2].split()]
+    config = benchmark.load_settings([*given, "--model.init_from", str(tmp_path)], 5, 1)
+    assert config.model.num_key_value_heads == 2
+    assert_same(config)
+
+
+def assert_same(config: Config) -> None:
     _, losses = plain_loop.measure(config, torch.device("cpu"), warmup=1, steps=4)
     with Engine(config) as engine:
         source = benchmark.RandomTokens(61, 12)
         wanted = [float(engine.train_batch(source).loss) for _ in range(5)]
     assert losses == pytest.approx(wanted, rel=2e-6)
     assert len(set(losses)) == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--train.rampup_batch_size 2 2 9", "train.rampup_batch_size: a step's time is that of one batch size"),
+        ("--data.reset_at_document true", "data.reset_at_document: random tokens are of no document"),
+        ("--measure 0", "--measure: 0 must be at least 1"),
+        ("--warmup -1", "--warmup: -1 must be at least 0"),
+        ("--train.precision fp16", "train.precision: fp16: the loop scales no loss"),
+        ("--train.precision bf16 --train.grad_dtype bf16", "train.grad_dtype: bf16: the loop adds gradients up in"),
+        ("--train.deterministic true", "train.deterministic: True: the loop's kernels are not"),
+    ],
+)
+def test_what_would_not_be_measured_is_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plain_loop.main([*SIZES.split(), *flags.split()])
 
 
 def test_the_plain_loop_is_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

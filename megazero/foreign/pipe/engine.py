@@ -81,6 +81,7 @@ class PipelineEngine(ZeroEngine):
         self.stage.begin(self.loss_scaler.value / count)
         with self.reports.timed("forward and backward"):
             self._executor.run(self._schedules.training(count), micro_batches, _ignored)
+        self.module.check_strangers()
         self._loss = self._mean(self.stage.losses)
         with self.reports.timed("step"):
             self._update({})
@@ -100,7 +101,9 @@ class PipelineEngine(ZeroEngine):
             return_logits: give (loss, what the last layer gave of each micro-batch; None but on the last stage).
             num_micro_batches: as many as the accumulation steps, unless given.
         """
-        count = num_micro_batches or self.ds_config.gradient_accumulation_steps
+        count = self.ds_config.gradient_accumulation_steps if num_micro_batches is None else num_micro_batches
+        if count < 1:
+            raise MegazeroError(f"eval_batch: num_micro_batches is {count}; use 1 or more")
         micro_batches = self._read("eval_batch", data_iter, count)
         training = self.module.training
         self.module.eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.checkpoint.rng import rng_state, set_rng_state
-from megazero.errors import ConfigError
-from megazero.foreign.pipe.specs import Layer, LayerSpec, TiedLayerSpec, divide, type_name
+from megazero.errors import ConfigError, MegazeroError
+from megazero.foreign.pipe.specs import (
+    Layer,
+    LayerSpec,
+    TiedLayerSpec,
+    brought,
+    divide,
+    type_name,
+    within_reach,
+)
 from megazero.foreign.start import start_topology, timeout_of
 from megazero.layout import Layout
 from megazero.pipeline.p2p import neighbour_groups
@@ -59,11 +67,15 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        layers = list(layers)
-        _check(layers)
-        if activation_checkpoint_interval < 0:
-            told = f"{activation_checkpoint_interval} is no number of layers; use 0 for no recomputation"
+        layers = _checked(layers)
+        if not isinstance(activation_checkpoint_interval, int) or activation_checkpoint_interval < 0:
+            told = f"{activation_checkpoint_interval!r} is no number of layers; use 0 for no recomputation"
             raise ConfigError.single("activation_checkpoint_interval", told)
+        for name, function in (("loss_fn", loss_fn), ("seed_fn", seed_fn)):
+            if function is not None and not callable(function):
+                raise ConfigError.single(name, f"is a {type(function).__name__}; give a function, or leave it out")
+        if checkpointable_layers is not None:
+            _check_names(checkpointable_layers, layers)
         self.topology = _topology(num_stages, topology)
         self.dynamic_shape = dynamic_shape
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -90,6 +102,7 @@ class PipelineModule(nn.Module):
             self.loss_fn = loss_fn
         _check_not_shared(self, layers)
         self._agree_on_tied()
+        self._strangers = list(self._out_of_layers(layers))
 
     @property
     def is_first_stage(self) -> bool:
@@ -109,6 +122,27 @@ class PipelineModule(nn.Module):
             else:
                 x = _through(calls, x)
         return x
+
+    def check_strangers(self) -> None:
+        """MegazeroError where a backward has come to a parameter that no layer here holds, and no step would change."""
+        for who, parameter in self._strangers:
+            if parameter.grad is not None:
+                raise MegazeroError(
+                    f"{who} uses a parameter of shape {tuple(parameter.shape)} that no layer of its stage has, and "
+                    "that would not be trained; give its module as a layer, or as a TiedLayerSpec where another layer "
+                    "is it as well, with forward_fn for what is computed here"
+                )
+
+    def _out_of_layers(self, layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Parameter]]:
+        """(who, a parameter) for what this stage's functions may use of others."""
+        functions = [(f"layer {index}", layers[index]) for index in self.partition[self.stage_id]]
+        functions = [(who, getattr(layer, "forward_fn", layer)) for who, layer in functions]
+        held = set(self.parameters())
+        for who, function in (*functions, ("loss_fn", self.loss_fn)):
+            if callable(function) and not isinstance(function, nn.Module):
+                for parameter in dict.fromkeys(within_reach(function)):
+                    if parameter not in held:
+                        yield who, parameter
 
     def _may_recompute(self, calls: Sequence[Callable]) -> bool:
         if self._checkpointable is not None:
@@ -168,7 +202,10 @@ def _through(calls: Sequence[Callable[[Any], Any]], x: Any) -> Any:
     return x
 
 
-def _check(layers: Sequence[Layer]) -> None:
+def _checked(given: Iterable[Layer]) -> list[Layer]:
+    if not isinstance(given, Iterable):
+        raise ConfigError.single("layers", f"is a {type(given).__name__}; give a list of layers")
+    layers = list(given)
     if not layers:
         raise ConfigError.single("layers", "is empty; give at least one layer")
     for index, layer in enumerate(layers):
@@ -187,6 +224,14 @@ def _check(layers: Sequence[Layer]) -> None:
                 f"{layer.typename.__name__}; one module serves both: give the same class, and another use of it as "
                 "forward_fn",
             )
+    return layers
+
+
+def _check_names(names: Sequence[str], layers: Sequence[Layer]) -> None:
+    there = dict.fromkeys(map(type_name, layers))
+    if isinstance(names, str) or (names and not set(names) & there.keys()):
+        told = f"{names!r} is no list of names of layers' classes, some of which are here; there are {', '.join(there)}"
+        raise ConfigError.single("checkpointable_layers", told)
 
 
 def _topology(num_stages: int | None, topology: Topology | Layout | None) -> Topology:
@@ -200,8 +245,8 @@ def _topology(num_stages: int | None, topology: Topology | Layout | None) -> Top
     elif num_stages is None:
         raise ConfigError.single("num_stages", "is not given, nor is a topology; say how many stages the pipeline has")
     else:
-        if num_stages < 1:
-            raise ConfigError.single("num_stages", f"{num_stages} is no number of stages; use 1 or more")
+        if not isinstance(num_stages, int) or num_stages < 1:
+            raise ConfigError.single("num_stages", f"{num_stages!r} is no number of stages; use 1 or more")
         return start_topology(num_stages)
     if layout.tp > 1:
         raise ConfigError.single("topology", f"has tp {layout.tp}; layers of a pipeline are not cut here: use tp 1")
@@ -256,8 +301,8 @@ def _make_groups(topology: Topology, tied: dict[int, tuple[int, ...]]) -> None:
 
 
 def _drawn_seed(topology: Topology) -> int:
-    """Of the first process's generator, whatever the others' are set to."""
-    seed = torch.randint(2**62, (1,), dtype=torch.int64).to(topology.device)
+    """Of the first process's generator, whatever the others' are set to; one that any library takes."""
+    seed = torch.randint(2**31, (1,), dtype=torch.int64).to(topology.device)
     if topology.world.size > 1:
         topology.world.broadcast(seed)
     return int(seed)
@@ -268,7 +313,7 @@ def _check_not_shared(module: PipelineModule, layers: Sequence[Layer]) -> None:
     stage_of = {index: stage for stage, indices in enumerate(module.partition) for index in indices}
     seen: dict[nn.Parameter, int] = {}
     for index, layer in enumerate(layers):
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+        for parameter in brought(layer):
             first = seen.setdefault(parameter, index)
             if stage_of[first] != stage_of[index] and layers[first] is not layer:
                 raise ConfigError.single(

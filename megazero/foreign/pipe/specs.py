@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megazero.errors import ConfigError
 from megazero.pipeline.partition import partition_layers
@@ -59,6 +62,36 @@ def type_name(layer: Layer) -> str:
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
+def brought(layer: Layer) -> Iterator[nn.Parameter]:
+    """Parameters that are there before the layer is built: a module's own, and those of what a spec is given."""
+    if isinstance(layer, LayerSpec):
+        yield from _parameters([layer.module_args, layer.module_kwargs])
+    elif isinstance(layer, nn.Module):
+        yield from layer.parameters()
+
+
+def within_reach(function: Callable) -> Iterator[nn.Parameter]:
+    """Parameters that a function may use without being given them: of what it is bound to or closes over."""
+    if isinstance(function, partial):
+        yield from _parameters([function.args, function.keywords])
+        yield from within_reach(function.func)
+        return
+    held = [getattr(function, "__self__", None), getattr(function, "__defaults__", None)]
+    try:
+        around = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    yield from _parameters([*held, around.nonlocals, around.globals])
+
+
+def _parameters(values: Any) -> Iterator[nn.Parameter]:
+    for value in tree_leaves(values):
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, nn.Module):
+            yield from value.parameters()
+
+
 def divide(layers: Sequence[Layer], stages: int, method: str) -> list[range]:
     """The layers of each stage: contiguous, at least one each, the dearest stage as cheap as may be.
 
@@ -71,7 +104,7 @@ def divide(layers: Sequence[Layer], stages: int, method: str) -> list[range]:
         )
     if stages == 1:
         return [range(len(layers))]
-    kind, _, expression = method.partition(":")
+    kind, _, expression = str(method).partition(":")
     if kind.lower() == "uniform":
         costs = [1] * len(layers)
     elif kind.lower() == "parameters":
