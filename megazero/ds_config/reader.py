@@ -268,6 +268,7 @@ def _precision(reading: _Reading) -> Precision:
     return Precision(
         dtype=torch.float16 if half else torch.bfloat16 if brain else torch.float32,
         grad_dtype=torch.bfloat16 if get(_MASTERS) else get("data_types.grad_accum_dtype"),
+        buffer_dtype=get("data_types.buffer_dtype"),
         auto_cast=half and get("fp16.auto_cast"),
         loss_scale=get("fp16.loss_scale") or None,
         initial_loss_scale=float(2 ** get("fp16.initial_scale_power")),

@@ -194,7 +194,7 @@ _PRECISION = (
         "data_types",
         _used("grad_accum_dtype", DTYPE, "fp32", "fp32 or bf16; DeepSpeed's default is the parameters' dtype"),
         _used("param_dtype", DTYPE, None, "must be what fp16 and bf16 say"),
-        _lacks("buffer_dtype", DTYPE, None, "a cast of buffers: they keep their dtype"),
+        _used("buffer_dtype", DTYPE, None, "unset, buffers keep their dtype; DeepSpeed's default is the parameters'"),
         _idle("keep_in_fp32_modules", ANYTHING, "auto", "buffers keep their dtype"),
     ),
     _lacks_section("torch_autocast", "torch.autocast; use bf16 or fp16"),

@@ -55,13 +55,15 @@ class Zero:
 
 @dataclass(frozen=True)
 class Precision:
-    """``dtype``: of parameters and activations; ``grad_dtype``: in which gradients accumulate and are reduced.
+    """``dtype``: of parameters and activations; ``grad_dtype``: in which gradients accumulate and are reduced;
+    ``buffer_dtype``: of floating-point buffers, None where they keep theirs.
 
     The rest is of float16. ``loss_scale``: a fixed factor, None where it is dynamic.
     """
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
     auto_cast: bool
     loss_scale: float | None
     initial_loss_scale: float

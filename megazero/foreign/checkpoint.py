@@ -22,7 +22,7 @@ from megazero.checkpoint.files import DTYPE_NAMES
 from megazero.checkpoint.reader import differences
 from megazero.checkpoint.rng import rng_state, set_rng_state
 from megazero.checkpoint.store_group import StoreGroup
-from megazero.checkpoint.tagged import TaggedWriter, check_tag
+from megazero.checkpoint.tagged import check_tag
 from megazero.errors import CheckpointError, MegazeroError
 from megazero.foreign.optimizer_state import (
     check_optimizer,
@@ -36,6 +36,7 @@ from megazero.foreign.optimizer_state import (
     optimizer_tensors,
 )
 from megazero.foreign.plain_values import check_json, decode, encode
+from megazero.foreign.recover import WriterWithScript
 from megazero.foreign.shared_state import BUFFER, shared_shapes, shared_state
 from megazero.resilience.signals import LateFlags
 from megazero.sharding import Rectangle, is_counted
@@ -79,7 +80,7 @@ class EngineCheckpoints:
         step, root = engine.global_steps, Path(save_dir)
         meta = self._joined(self._together(lambda: self._meta(client_state, exclude_frozen)))
         state = self._together(self._rank_state)
-        writer = TaggedWriter(root, self._group if self._saver is None else self._saver_group)
+        writer = WriterWithScript(root, self._group if self._saver is None else self._saver_group)
         if any(block.has_grad for block in engine.sharded.trained):
             self._say(f"saving {root / tag} between accumulation boundaries: the gradients so far are not in it")
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.ds_config import DsConfig
 from megazero.errors import DivergenceError, MegazeroError
+from megazero.foreign.buffers import about_buffers
 from megazero.foreign.checkpoint import EngineCheckpoints
 from megazero.foreign.data import EpochLoader, cast_floats, loss_of, next_of
 from megazero.foreign.export import WeightExport
@@ -91,7 +92,10 @@ class ZeroEngine(WeightExport, nn.Module):
         if self.ds_config.precision.auto_cast:
             args, kwargs = cast_floats((args, kwargs), self.ds_config.precision.dtype)
         with self.reports.timed("forward"):
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                raise about_buffers(self.module, self.ds_config.precision.dtype, error) or error from error.__cause__
 
     def _begin_pass(self, module: nn.Module, args: tuple) -> None:
         if not self.sharded.in_backward:

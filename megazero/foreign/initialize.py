@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from megazero.ds_config import DsConfig, read_ds_config
 from megazero.ds_config.reader import load_ds_config
 from megazero.errors import ConfigError
+from megazero.foreign.buffers import move_buffers
 from megazero.foreign.choice import choose_optimizer, choose_scheduler, group_names, parameter_groups
 from megazero.foreign.comms_log import CommsLog
 from megazero.foreign.data import make_loader
@@ -28,7 +29,7 @@ from megazero.planner.memory import describe_host
 from megazero.sharding import Replication
 from megazero.topology import Topology
 from megazero.zero.blocks import Unit
-from megazero.zero.groups import DataParallel, data_parallel
+from megazero.zero.groups import data_parallel
 from megazero.zero.guard import Guard
 from megazero.zero.homes import home_of, settle_model
 from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
@@ -127,7 +128,7 @@ def shard(
     dp = data_parallel(topology, max(0, zero.mics_shard_size), zero.zero_hpz_partition_size, timeout_of(device))
     if log is not None:
         dp = log.wrap_all(dp, topology)
-    _move_buffers(model, device, dp)
+    move_buffers(model, device, dp, precision.buffer_dtype)
     dtypes = {
         name: precision.dtype if parameter.is_floating_point() else parameter.dtype
         for name, parameter in model.named_parameters()
@@ -178,22 +179,6 @@ def _units(model: nn.Module) -> list[Unit]:
             for unit in units
         ]
     return units
-
-
-def _move_buffers(model: nn.Module, device: torch.device, dp: DataParallel) -> None:
-    """Buffers keep their dtype: a rotary frequency in 16 bits would be another one. Shared ones stay shared."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        for own, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                raise ConfigError.single(
-                    "model", f"the buffer {name}.{own} is on the meta device, without values; load or compute it first"
-                )
-            if buffer not in moved:
-                value = moved[buffer] = buffer.to(device).contiguous()
-                if dp.whole.size > 1 and value.numel():
-                    dp.whole.broadcast(value)
-            setattr(module, own, moved[buffer])
 
 
 def _said(model: nn.Module, ds: DsConfig) -> list[str]:

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from megazero.errors import ConfigError, MegazeroError, WorldSizeError
+from megazero.integrations.mistakes import about_a_config
 
 CRASHED, USER_ERROR, STUCK = 1, 2, 3
 """Exit codes: an exception; what is the user's to mend; the watchdog's end. After the second a new start is no use."""
@@ -37,9 +38,9 @@ _CONNECTION_WAIT = 15.0
 def report_errors() -> Iterator[None]:
     """Turn an exception of the body into one report and SystemExit; also usable as a decorator of ``main``.
 
-    A MegazeroError is the user's to mend: its message alone, exit code 2. Another exception: its traceback, exit
-    code 1. Printed to stderr by the first rank that fails (see [Note: first failure]). The body's own SystemExit is
-    recorded where it means failure, and passes through.
+    A MegazeroError is the user's to mend, and so is what other libraries say of a ds_config: the message alone, exit
+    code 2. Another exception: its traceback, exit code 1. Printed to stderr by the first rank that fails (see
+    [Note: first failure]). The body's own SystemExit is recorded where it means failure, and passes through.
     """
     try:
         yield
@@ -53,10 +54,11 @@ def report_errors() -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         raise _Reported(128 + signal.SIGINT) from None
-    except MegazeroError as error:
-        _report(error, f"error: {error}\n", _one_line(str(error)), code=USER_ERROR)
-        raise _Reported(USER_ERROR) from None
     except Exception as error:
+        message = str(error) if isinstance(error, MegazeroError) else about_a_config(error)
+        if message is not None:
+            _report(error, f"error: {message}\n", _one_line(message), code=USER_ERROR)
+            raise _Reported(USER_ERROR) from None
         text = _traceback_text(error)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             text = f"rank {os.environ.get('RANK')}:\n{text}"

@@ -7,17 +7,21 @@ Parameters of a class of their own are left as they are.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megazero.errors import MegazeroError
 from megazero.zero.homes import InEngine, home_of
 
 _Tensor = torch.Tensor
+_shapes = WeakIdKeyDictionary()
+"""What `_shape_only` made → a weak reference to the parameter. Not an attribute, which would travel into pickles."""
 
 # What may be asked of a parameter that is not there: nothing of this reads its values.
 _ALLOWED = (
@@ -77,7 +81,8 @@ class ShardedParameter(nn.Parameter):
         if absent and all(getattr(home_of(p), "is_being_built", False) for p in absent):
             home_of(absent[0]).builder.make_whole(absent)
             return func(*args, **kwargs)
-        if func is _Tensor.detach:
+        # Where weights are tied, before there is an engine, libraries read .data for its size alone.
+        if func is _Tensor.detach or func == _Tensor.data.__get__ and hasattr(home_of(absent[0]), "duplicate"):
             return _shape_only(absent[0])
         if _changes_nothing(func, args, kwargs):
             return args[0] if func != _Tensor.data.__set__ else None
@@ -129,7 +134,16 @@ def _without_guard(func: Any, args: tuple, kwargs: dict) -> Any:
 def _shape_only(parameter: nn.Parameter) -> torch.Tensor:
     """What a state_dict holds of it, where libraries look up names and shapes: it has no values either."""
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.Tensor._make_subclass(ShardedParameter, parameter.detach(), False)
+        made = torch.Tensor._make_subclass(ShardedParameter, parameter.detach(), False)
+    _shapes[made] = weakref.ref(_parameter_of(parameter))
+    return made
+
+
+def _parameter_of(values: Any) -> Any:
+    """The parameter whose shape that is; of anything else, itself."""
+    reference = _shapes.get(values) if isinstance(values, ShardedParameter) else None
+    parameter = None if reference is None else reference()
+    return values if parameter is None else parameter
 
 
 def _guarded(args: tuple, kwargs: dict, kind: type) -> list[nn.Parameter]:
@@ -137,9 +151,12 @@ def _guarded(args: tuple, kwargs: dict, kind: type) -> list[nn.Parameter]:
 
 
 def _changes_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether it is a move, as ``model.to(device)`` makes, to where the parameter is, or can be without its values."""
+    """Whether it is a move, as ``model.to(device)`` makes, to where the parameter is, or can be without its values; or
+    a padding to the size that it has, as libraries make where weights are tied."""
     if func == _Tensor.data.__set__:  # a new object each time
-        return args[0] is args[1]
+        return args[0] is args[1] or _parameter_of(args[1]) is args[0]
+    if func is torch.nn.functional.pad:
+        return not any(args[1])
     if func not in (_Tensor.to, _Tensor.cuda) or isinstance(next(iter(args[1:]), None), _Tensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():

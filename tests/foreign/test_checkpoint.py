@@ -313,7 +313,7 @@ def test_the_same_tag_by_fewer_ranks(tmp_path: Path, ranks: Callable) -> None:
     ranks(3, steps_saved, tmp_path, settings)
     steps_saved(tmp_path, settings)
     assert sorted(path.name for path in (tmp_path / "first").iterdir()) == ["manifest.json", "rank_00000.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "first", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "first", "latest", "zero_to_fp32.py"]
 
 
 def test_nothing_is_loaded_in_part(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -179,7 +181,9 @@ def test_a_checkpoint_becomes_safetensors(ranks: Callable, tmp_path: Path) -> No
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
 
 
-def test_in_16_bits_and_mistakes(ranks: Callable, tmp_path: Path) -> None:
+def test_in_16_bits_and_mistakes(
+    ranks: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from megazero.foreign.consolidate import consolidate as converted
 
     wanted = ranks(2, checkpointed, 1, str(tmp_path / "run"))[0]
@@ -195,6 +199,15 @@ def test_in_16_bits_and_mistakes(ranks: Callable, tmp_path: Path) -> None:
     ):
         with pytest.raises(megazero.MegazeroError, match=message):
             converted(*arguments)
+    script = tmp_path / "run" / "zero_to_fp32.py"  # DeepSpeed's name for what does the same
+    assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env python3\n")
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "run"), str(tmp_path / "by the script")])
+    runpy.run_path(str(script), run_name="__main__")
+    found = load_file(tmp_path / "by the script/model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
+    with pytest.raises(SystemExit) as ending:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ending.value.code == 2 and "not empty" in capsys.readouterr().err
     damaged = next((tmp_path / "run").rglob("rank_00001.safetensors"))
     data = bytearray(damaged.read_bytes())
     data[8 + int.from_bytes(data[:8], "little") + 5] ^= 1  # in the first tensor

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 
 import megazero
-from megazero.errors import DivergenceError
+from megazero.errors import DivergenceError, MegazeroError
 from tests.foreign.models import Odd, batch, build, config, trained, whole_weights
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
@@ -105,3 +106,35 @@ def test_divergence_on_one_rank_raises_on_all(ranks: Callable, kind: dict[str, A
         for message, same in ranks(2, diverges, stage, kind):
             assert message.startswith("step 2: the gradient is not finite; the weights are those before this step")
             assert same
+
+
+class Positions(nn.Module):
+    """A table that is no parameter is added to activations, as in NLLB; and another one is of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(13, 6), nn.LayerNorm(6)
+        self.register_buffer("table", torch.linspace(0, 1, 54).view(9, 6), persistent=False)
+        self.register_buffer("order", torch.arange(9))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed(tokens) + self.table[self.order]).square().mean()
+
+
+def buffers_in_16_bits() -> tuple[str, list[torch.dtype], float]:
+    """What is said of the table that stays in float32; and with data_types.buffer_dtype, the dtypes and the loss."""
+    tree = config(2, 1, 0.0, optimizer=SGD, bf16={"enabled": True})
+    tokens = batch(0, 0, 0)
+    engine, *_ = megazero.initialize(model=build(Positions), config=tree)
+    with pytest.raises(MegazeroError) as said:
+        engine(tokens)
+    engine, *_ = megazero.initialize(model=build(Positions), config=tree | {"data_types": {"buffer_dtype": "bf16"}})
+    return str(said.value), [buffer.dtype for buffer in engine.module.buffers()], float(engine(tokens))
+
+
+def test_a_buffer_wider_than_the_parameters(ranks: Callable) -> None:
+    wanted = float(build(Positions)(batch(0, 0, 0)))
+    for said, dtypes, loss in ranks(2, buffers_in_16_bits):
+        assert "table for one" in said and "set data_types.buffer_dtype to bf16" in said
+        assert dtypes == [torch.bfloat16, torch.int64]
+        assert loss == pytest.approx(wanted, rel=2e-2)

@@ -69,6 +69,7 @@ def test_saved(of: dict[str, Any]) -> None:
 def test_from_pretrained(of: dict[str, Any]) -> None:
     assert of["cut"] == of["made"] == ["ShardedParameter"]
     same(of["3"], of["plain"])
+    same(of["masked 3"], of["masked plain"])
     # Other random numbers: only that they are those of a model that learns.
     assert 4.0 < of["made losses"][-1] < of["made losses"][0] < 4.3
 
@@ -124,12 +125,15 @@ TOLD = {
     "optimizer twice": ("ValueError", "cannot specify an optimizer in the config file and in the code"),
     "auto without a source": ("ValueError", "train_micro_batch_size_per_gpu", "integer value"),
     "tensor parallel": ("MegazeroError", "tensor_parallel.autotp_size", "stage 3"),
+    "not JSON": ("JSONDecodeError", "cut-0.json: line 2, column 23: Expecting value"),
+    "auto that Trainer does not fill": ("ValueError", "optimizer.params.momentum", "without `auto`"),
 }
 
 
 def test_mistakes(of: dict[str, Any]) -> None:
     assert of.keys() == TOLD.keys()
     for name, parts in TOLD.items():
+        assert not of[name].startswith("Traceback"), of[name]
         for part in parts:
             assert part in of[name], of[name]
 

@@ -25,10 +25,22 @@ from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.integrations import unset_hf_deepspeed_config
 
+from megazero.errors import MegazeroError
 from megazero.foreign.consolidate import consolidate
+from megazero.integrations.mistakes import about_a_config
 
 OUT = Path(next(word for word in sys.argv[1:] if not word.startswith("--")))
 RANK = int(os.environ["RANK"])
@@ -84,7 +96,7 @@ def settings(stage: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def arguments(name: str, deepspeed: dict[str, Any] | None, **changes: Any) -> TrainingArguments:
+def arguments(name: str, deepspeed: dict[str, Any] | str | None, **changes: Any) -> TrainingArguments:
     given = {
         "output_dir": str(OUT / name),
         "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]),
@@ -108,6 +120,14 @@ def arguments(name: str, deepspeed: dict[str, Any] | None, **changes: Any) -> Tr
 def fresh() -> LlamaForCausalLM:
     set_seed(3)
     return LlamaForCausalLM(config())
+
+
+def masked() -> BertForMaskedLM:
+    """Its head is tied by a bias as well, whose size the library looks at."""
+    set_seed(3)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(vocab_size=64, max_position_embeddings=16, **sizes, **still))
 
 
 def pretrained() -> torch.nn.Module:
@@ -291,6 +311,12 @@ def from_pretrained() -> dict[str, Any]:
     model = AutoModelForCausalLM.from_config(config())
     results["made"] = sorted({type(parameter).__name__ for parameter in model.parameters()})
     results["made losses"] = trained(model, args)["loss"]
+    if RANK == 0:
+        masked().save_pretrained(OUT / "masked")
+    together()
+    for name, zero in (("plain", None), ("3", settings(3))):
+        args = arguments(f"masked-{name}", zero)
+        results[f"masked {name}"] = trained(AutoModelForMaskedLM.from_pretrained(OUT / "masked"), args)
     return results
 
 
@@ -366,13 +392,17 @@ def half_precision() -> dict[str, Any]:
 
 @run
 def mistakes() -> dict[str, str]:
-    """What is wrong in a config → what the user is told."""
+    """What is wrong in a config → what the user is told, in the launcher's way: with a traceback, or without."""
 
-    def told(deepspeed: dict[str, Any], model: torch.nn.Module | None = None, **changes: Any) -> str:
+    def said(error: Exception) -> str:
+        message = str(error) if isinstance(error, MegazeroError) else about_a_config(error)
+        return f"{type(error).__name__}: {message}" if message is not None else traceback.format_exc()
+
+    def told(deepspeed: dict[str, Any] | str, model: torch.nn.Module | None = None, **changes: Any) -> str:
         try:
             trained(fresh() if model is None else model, arguments("mistakes", deepspeed, **changes))
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return said(error)
         return "no error"
 
     adamw = {"type": "AdamW", "params": {"lr": "auto"}}
@@ -385,7 +415,13 @@ def mistakes() -> dict[str, str]:
         "optimizer argument": told(settings(2, optimizer={"type": "AdamW", "params": {"lr": "auto", "momentum": 0.9}})),
         "unknown optimizer": told(settings(2, optimizer={"type": "AdamQ", "params": {}})),
         "tensor parallel": told(settings(2, tensor_parallel={"autotp_size": 2})),
+        "auto that Trainer does not fill": told(
+            settings(2, optimizer={"type": "SGD", "params": {"lr": "auto", "momentum": "auto"}})
+        ),
     }
+    cut = OUT / f"cut-{RANK}.json"
+    cut.write_text('{"train_batch_size": "auto",\n "zero_optimization": ')
+    results["not JSON"] = told(str(cut))
     twice = settings(2, optimizer=adamw, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1)
     # Of the config's optimizer and its own, Trainer takes the config's; accelerate asks which.
     for name, config_of_two in (("optimizer twice", twice), ("auto without a source", settings(3))):
@@ -396,12 +432,12 @@ def mistakes() -> dict[str, str]:
             accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
             results[name] = "no error"
         except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
+            results[name] = said(error)
     try:
         both = {"train_batch_size": 2, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=both)
     except Exception as error:
-        results["both precisions, without Trainer"] = f"{type(error).__name__}: {error}"
+        results["both precisions, without Trainer"] = said(error)
     return results
 
 

@@ -1,0 +1,46 @@
+"""A model's buffers under an engine: on its device, rank 0's, and in which dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megazero.errors import ConfigError, MegazeroError
+from megazero.zero.groups import DataParallel
+
+_SIGNS = ("dtype", "scalar type")
+"""What torch says where an operation meets two dtypes has one of these words in it."""
+
+
+def move_buffers(model: nn.Module, device: torch.device, dp: DataParallel, dtype: torch.dtype | None) -> None:
+    """Floating-point ones become ``dtype``, or keep theirs: a rotary frequency in 16 bits would be another one. Shared
+    ones stay shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ConfigError.single(
+                    "model", f"the buffer {name}.{own} is on the meta device, without values; load or compute it first"
+                )
+            if buffer not in moved:
+                kept = dtype is None or not buffer.is_floating_point()
+                value = moved[buffer] = buffer.to(device, buffer.dtype if kept else dtype).contiguous()
+                if dp.whole.size > 1 and value.numel():
+                    dp.whole.broadcast(value)
+            setattr(module, own, moved[buffer])
+
+
+def about_buffers(model: nn.Module, dtype: torch.dtype, error: RuntimeError) -> MegazeroError | None:
+    """What to do about an ``error`` of forward, where a buffer wider than the parameters may be its cause; else None.
+
+    Such as a table of positions that is added to activations: models loaded in 16 bits have it in 16 bits.
+    """
+    wide = [name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype.itemsize > dtype.itemsize]
+    if not wide or not any(sign in str(error) for sign in _SIGNS):
+        return None
+    short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    first = next((name for name in wide if "inv_freq" not in name), wide[0])
+    return MegazeroError(
+        f"forward: {error}. Parameters are {short}, and buffers keep their dtype, {first} for one; if that is meant to "
+        f"be the parameters', set data_types.buffer_dtype to {short} in the config (DeepSpeed's default)"
+    )

@@ -1,0 +1,56 @@
+"""zero_to_fp32.py: the script beside an engine's checkpoints that makes whole weights of them, where DeepSpeed has its.
+
+CHECKPOINT_DIR/zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] [--max_shard_size 5GB]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megazero.checkpoint import files
+from megazero.checkpoint.tagged import TaggedWriter
+from megazero.foreign.consolidate import consolidate
+
+NAME = "zero_to_fp32.py"
+
+_SCRIPT = '''#!/usr/bin/env python3
+"""Whole float32 weights of the checkpoint here, as safetensors: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR"""
+
+import sys
+
+sys.path.append({root!r})  # where megazero was when this was saved; one that is installed comes first
+
+from megazero.foreign.recover import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+class WriterWithScript(TaggedWriter):
+    """Leaves the script in the directory of the checkpoints, unless it is there."""
+
+    def _committed(self, target: Path, step: int) -> None:
+        super()._committed(target, step)
+        path = self.root / NAME
+        if not path.exists():
+            files.replace_file(path, _SCRIPT.format(root=str(Path(__file__).resolve().parents[2])).encode())
+            path.chmod(0o755)
+
+
+def main() -> None:
+    """What the script does; a mistake is one line, and exit code 2."""
+    from megazero.launch.errors import report_errors
+
+    parser = argparse.ArgumentParser(prog=NAME, description="Whole float32 weights of an engine's checkpoint.")
+    add = parser.add_argument
+    add("checkpoint_dir", type=Path, help="the directory given to save_checkpoint")
+    add("output_dir", type=Path, help="missing or empty; gets model.safetensors")
+    add("-t", "--tag", help="which checkpoint of that directory (default: the one that its file latest names)")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="bytes of one file at most (default: 5GB)")
+    add("--safe_serialization", action="store_true", help="safetensors, which is what is written in any case")
+    asked = parser.parse_args()
+    with report_errors():
+        source = asked.checkpoint_dir / asked.tag if asked.tag else asked.checkpoint_dir
+        print(consolidate(source, asked.output_dir, "float32", asked.max_shard_size), flush=True)
