@@ -38,7 +38,7 @@ def about_buffers(model: nn.Module, dtype: torch.dtype, error: RuntimeError) -> 
     wide = [name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype.itemsize > dtype.itemsize]
     if not wide or not any(sign in str(error) for sign in _SIGNS):
         return None
-    short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     first = next((name for name in wide if "inv_freq" not in name), wide[0])
     return MegazeroError(
         f"forward: {error}. Parameters are {short}, and buffers keep their dtype, {first} for one; if that is meant to "

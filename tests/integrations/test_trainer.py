@@ -60,7 +60,7 @@ def test_resumed(of: dict[str, Any]) -> None:
 
 
 def test_saved(of: dict[str, Any]) -> None:
-    for stage in ("2", "3"):
+    for stage in ("1", "2", "3"):
         first, last, best = of[stage]["all"]
         assert first < last - 0.1 and best == first == of[stage]["best"], of[stage]
         assert of[stage]["plain"] == pytest.approx(best, **LOSS)
@@ -75,8 +75,9 @@ def test_from_pretrained(of: dict[str, Any]) -> None:
 
 
 def test_resized(of: dict[str, Any]) -> None:
-    same(of["3"], of["plain"])
-    assert of["3 rows"] == of["plain rows"] == 72
+    for stage in ("2", "3"):
+        same(of[stage], of["plain"])
+        assert of[f"{stage} rows"] == of["plain rows"] == 72
 
 
 @pytest.mark.parametrize("kind", ["adapters", "head"])

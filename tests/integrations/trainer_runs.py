@@ -275,7 +275,7 @@ def resumed() -> dict[str, Any]:
 def saved() -> dict[str, Any]:
     """Best-model reloading and saving: (Trainer's own evaluation, the plain library's of what was saved)."""
     results = {}
-    for stage in (2, 3):
+    for stage in (1, 2, 3):
         args = arguments(
             f"saved-{stage}",
             settings(stage),
@@ -323,7 +323,7 @@ def from_pretrained() -> dict[str, Any]:
 @run
 def resized() -> dict[str, Any]:
     results = {}
-    for name, zero in (("plain", None), ("3", settings(3))):
+    for name, zero in (("plain", None), ("2", settings(2)), ("3", settings(3))):
         args = arguments(f"resized-{name}", zero)
         model = pretrained()
         torch.manual_seed(7)  # the new rows are drawn
