@@ -82,6 +82,7 @@ class Engine:
 
     def __init__(self, config: Config, environment: ProcessEnvironment | None = None) -> None:
         environment = environment or process_environment()
+        config = resolve_model(config, environment.world_size)
         self.config, self.model_config = config, config.model.architecture
         config.validate_world(environment.world_size)
         check_sinks(config.log)

@@ -10,10 +10,8 @@ from unittest import mock
 import torch
 
 from megazero.checkpoint import save
-from megazero.config import Config
 from megazero.convert import export
 from megazero.models.config import ModelConfig
-from megazero.restore import resolve_model
 from megazero.sharding import Rectangle
 from tests.distributed import runs
 
@@ -35,7 +33,7 @@ def bytes_read(path: str) -> int:
         return count
 
     tree = runs.settings({"init_from": path}, (2, 2, 1))
-    with mock.patch.object(os, "preadv", counting), runs.make_engine(resolve_model(Config.from_dict(tree), 4)):
+    with mock.patch.object(os, "preadv", counting), runs.make_engine(tree):  # which finds the architecture there
         return total
 
 

@@ -99,7 +99,13 @@ SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
     [
         pytest.param(GPT2, (1, 2, 1), {}, id="tied"),
         pytest.param(LLAMA, (2, 2, 1), SEQUENCE_PARALLEL, id="tensor and sequence parallel"),
-        pytest.param(GPT2, (2, 2, 1), {"parallel": {"sequence_parallel": False}}, id="tensor parallel, biases"),
+        pytest.param(
+            GPT2,
+            (2, 2, 1),
+            {"parallel": {"sequence_parallel": False}},
+            id="tensor parallel, biases",
+            marks=pytest.mark.whole,
+        ),
         pytest.param(GPT2, (1, 3, 1), {"parallel": {"partition": (1, 3, 1)}}, id="uneven by hand"),
         pytest.param(GPT2, (1, 3, 1), {"train": {"micro_batch_size": 2}}, id="fewer micro-batches than ranks"),
         pytest.param(LLAMA, (1, 2, 2), {"zero": {"stage": 0}}, id="data parallel"),

@@ -43,6 +43,7 @@ def test_layers_share_one_full_graph(name: str) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.whole
 def test_dropout_compiled_by_inductor_keeps_the_masks() -> None:
     config = CONFIGS["gpt2-dropout"]
     module = Dropout(0.2)

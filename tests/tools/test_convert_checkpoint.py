@@ -157,6 +157,7 @@ def test_config_is_for_other_programs_checkpoints(run):
         run("import", "--from", GPT2, "--to", "ours", "--config", GPT2 / "config.json")
 
 
+@pytest.mark.whole
 def test_the_benchmark_at_a_small_size(monkeypatch, tmp_path, capsys):
     """Its model, its two conversions in processes of their own, its check of every bit."""
     small = benchmark_convert.ModelConfig(

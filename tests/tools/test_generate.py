@@ -185,6 +185,7 @@ def test_two_processes_print_one_text(model) -> None:
     assert (done.returncode, done.stdout) == (0, f"She was{continuation(model, 'She was')}\n"), done.stderr
 
 
+@pytest.mark.whole
 def test_two_processes_print_one_error(model) -> None:
     """Only rank 0 reads standard input; the other does not wait for it for ever."""
     done = launch(model, "--prompt", "-", text="")

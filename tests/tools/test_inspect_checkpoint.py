@@ -113,7 +113,7 @@ def test_damage_is_shown_where_it_is(saved, tmp_path, call):
         (path / file.name).write_bytes(data)
         damaged[kind] = (file.name, None if kind == "state" else tensor.name)
     # Moments and states of ranks are not read.
-    with pytest.raises(CheckpointError, match=f"{damaged['weight'][0]}: damaged: [^;]*before it$"):
+    with pytest.raises(CheckpointError, match=f"{damaged['weight'][0]}: damaged: [^;]*where there is none$"):
         call(path)
     done = run_script("tools/inspect_checkpoint.py", path, "--verify", "--json")
     assert (
