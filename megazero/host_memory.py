@@ -45,7 +45,7 @@ class HostMemory:
         try:
             pages = mmap.mmap(-1, size)
         except (OSError, ValueError) as error:
-            raise OffloadError(f"offload: no {size} bytes of host memory are to be had: {error}") from error
+            raise OffloadError(f"no {size} bytes of host memory are to be had: {error}") from error
         if size >= 2**22 and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 pages.madvise(mmap.MADV_HUGEPAGE)
@@ -64,8 +64,8 @@ def _register(tensor: torch.Tensor) -> None:
     status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(status):
         raise OffloadError(
-            f"offload: CUDA cannot pin {tensor.nbytes} bytes of host memory (error {int(status)}); raise the limit of "
-            "locked memory (ulimit -l), or set pin_memory to false, which is slower"
+            f"CUDA cannot pin {tensor.nbytes} bytes of host memory (error {int(status)}); raise the limit of locked "
+            "memory (ulimit -l), or set pin_memory of offload to false, which is slower, or checkpoint.async_save"
         )
 
 
