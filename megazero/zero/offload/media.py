@@ -207,8 +207,8 @@ class OnDisk:
             self._disk.file.write(pages, offset)
 
     def _parts(self, name: str, start: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, slice]]:
-        """Of each piece, elements [first, last) counted from ``start``: room for the pages that hold them, the offset of
-        those in the file, and which of their bytes are meant."""
+        """Of each piece, elements [first, last) counted from ``start``: room for the pages that hold them, the offset
+        of those in the file, and which of their bytes are meant."""
         itemsize = self._fields[name].itemsize
         for at in range(start // self._piece * self._piece, end, self._piece):
             low, high = max(start, at), min(end, at + self._piece)
