@@ -347,10 +347,17 @@ def _offload(config: Config) -> Problems:
             "zero.offload_optimizer.device",
             f"{state.device} has no meaning with {stage}; use 1, 2 or 3, which on one process cut nothing",
         )
-    if state.device == "nvme" and not state.nvme_path:
+    for section in ("zero.offload_optimizer", "zero.offload_param"):
+        own = state if section.endswith("optimizer") else parameters
+        if own.device == "nvme" and not own.nvme_path:
+            yield (
+                f"{section}.nvme_path",
+                f"is missing, and {section}.device = nvme; give a directory on a fast local disk",
+            )
+    if parameters.device == "nvme" and state.masters != "fp32":
         yield (
-            "zero.offload_optimizer.nvme_path",
-            "is missing, and zero.offload_optimizer.device = nvme; give a directory on a fast local disk",
+            "zero.offload_optimizer.masters",
+            f"{state.masters} is made of parameters in host memory, and zero.offload_param.device = nvme; use fp32",
         )
     if state.device == "nvme" and config.checkpoint.async_save:
         yield (

@@ -130,10 +130,11 @@ class OffloadOptimizerSection(Section):
 class OffloadParamSection(Section):
     """Stage 3: 16-bit parameters off the device."""
 
-    device: Literal["none", "cpu"] = Field(
-        "none", description="where a process keeps its share of the parameters: on the device, in host memory"
+    device: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="where a process keeps its share of the parameters: on the device, in host memory, in files"
     )
-    pin_memory: bool = Field(True, description="pinned host memory for them")
+    nvme_path: str | None = Field(None, description="nvme: directory of the files, on a fast local disk")
+    pin_memory: bool = Field(True, description="pinned host memory for them, or for what passes from files")
 
 
 class ZeroSection(Section):

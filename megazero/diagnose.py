@@ -81,7 +81,7 @@ class FiniteWatch:
         """The earliest on this rank, or None where all is finite here. ``stage``: its gradients are looked at too."""
         for block in stage.sharded.blocks:
             cut = block.sharding.parameters
-            held, (start, end) = (block.values, block.owned) if cut else (block.flat, (0, block.layout.numel))
+            held, (start, end) = (block.held_values(), block.owned) if cut else (block.flat, (0, block.layout.numel))
             for first, last, piece, _ in block.layout.pieces(start, end):
                 self._check(Phase.WEIGHTS, f"the weight {piece.name}", held[first - start : last - start])
         for block in stage.sharded.trained:

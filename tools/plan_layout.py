@@ -208,7 +208,7 @@ def _offloaded(plan: Plan) -> list[str]:
     host = plan.memory.host
     if host is None:
         return []
-    return [f"{plan.time.offload / plan.time.seconds:.0%}", f"{host.memory / 1e9:.1f}", f"{host.files / 1e9:.1f}"]
+    return [f"{plan.time.offload / plan.time.seconds:.0%}", f"{host.memory / 1e9:.1f}", f"{host.on_disk / 1e9:.1f}"]
 
 
 def rejected_lines(rejected: Sequence[Rejection], examples: int = 3) -> Iterator[str]:
@@ -247,7 +247,7 @@ def as_json(found: Search, config: Config, arguments: argparse.Namespace, chip: 
                     "activations": plan.memory.activations,
                     "buffers": plan.memory.buffers,
                     "host": plan.memory.host.memory if plan.memory.host else 0,
-                    "files": plan.memory.host.files if plan.memory.host else 0,
+                    "files": plan.memory.host.on_disk if plan.memory.host else 0,
                 },
             }
             for plan in found.plans

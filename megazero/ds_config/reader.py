@@ -362,8 +362,10 @@ def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
     for path in (_MOMENTS, _MASTERS):
         if get(path) and (state == "none" or not get("bf16.enabled")):
             yield path, f"goes with {_STATE}.device cpu or nvme and bf16.enabled: on the device the state is float32"
-    if parameters == "nvme":
-        yield f"{_PARAM}.device", "nvme: megazero keeps parameters in host memory at the farthest; use cpu"
+    if parameters == "nvme" and not get(f"{_PARAM}.nvme_path"):
+        yield f"{_PARAM}.nvme_path", f"is missing, and {_PARAM}.device is nvme; give a directory on a fast local disk"
+    if parameters == "nvme" and get(_MASTERS):
+        yield _MASTERS, f"are made of parameters in host memory, and {_PARAM}.device is nvme; leave out one of the two"
     if parameters != "none" and get("zero_optimization.zero_hpz_partition_size") > 1:
         yield (
             "zero_optimization.zero_hpz_partition_size",

@@ -63,7 +63,7 @@ def _section(prefix: str, *keys: Key) -> Iterator[Key]:
 _COUNT, _SIZE, _ANY_NUMBER = integer(1), integer(0), number()
 _TIER = choice("none", "cpu", "nvme")
 _FOR_NVME = "files are read and written in whole pieces, by threads of their own"
-_FOR_PARAM_NVME = "belongs to parameters on NVMe"
+_FOR_PARAM_NVME = "parameters pass from files through three buffers of the largest block's size"
 _IN_MODULE = "the PipelineModule says it"
 
 _BATCH = (
@@ -124,7 +124,7 @@ _ZERO = _section(
     _idle("offload_optimizer.cpuadam_cores_perc", number(0, 1), 0.8, "a machine's processes share out all its cores"),
     _used("offload_param.device", _TIER, "none", "where parameters that stage 3 cuts are; no effect below it"),
     _used("offload_param.pin_memory", BOOLEAN, True, "pinned host memory; DeepSpeed's default is false"),
-    _idle("offload_param.nvme_path", TEXT, None, _FOR_PARAM_NVME),
+    _used("offload_param.nvme_path", TEXT, None, "directory of their files"),
     _idle("offload_param.buffer_count", _SIZE, 5, _FOR_PARAM_NVME),
     _idle("offload_param.buffer_size", _SIZE, 100_000_000, _FOR_PARAM_NVME),
     _idle("offload_param.max_in_cpu", _SIZE, 1_000_000_000, _FOR_PARAM_NVME),

@@ -31,6 +31,7 @@ class OffloadOptimizer:
 @dataclass(frozen=True)
 class OffloadParam:
     device: str
+    nvme_path: str | None
     pin_memory: bool
 
 

@@ -154,12 +154,11 @@ class HostAdam:
 
     def _pass_on(self, block: Block, start: int, source: torch.Tensor) -> Arrival:
         """New values to where the block keeps them."""
-        values = block.values[start : start + source.numel()]
         with self._tier.meter.timed("values"):
             if block.values_leave:
-                values.copy_(source)
+                block.set_values(start, source)
                 return ARRIVED
-            link = self._tier.link
+            values, link = block.values[start : start + source.numel()], self._tier.link
             return link.bring_masters(values, source) if block.sends_masters else link.bring(values, source)
 
 

@@ -77,9 +77,16 @@ def planned(config: Config, world_size: int, rank: int) -> Account:
     padding = [share for share, own in zip(shares, owned, strict=True) if not (own or share.values_leave)]
     still = moved(padding, stage, offload, 1).back
     beside = {("host", "out"): link.out, ("host", "back"): link.back - still}
-    beside |= {("files", "read"): host.files, ("files", "write"): written}
+    unchanged = sum(share.numel * share.value for share, own in zip(shares, owned, strict=True) if _keeps(share, own))
+    written += link.written - (unchanged if link.written else 0)
+    beside |= {("files", "read"): host.files + link.fetched, ("files", "write"): written}
     traffic.update({Route(*names, 1): size for names, size in beside.items() if size})
-    return Account(state.total, traffic, host.memory, host.files)
+    return Account(state.total, traffic, host.memory, host.on_disk)
+
+
+def _keeps(share: BlockShare, owned: bool) -> bool:
+    """Whether its values in a file are not written anew: the host updates it, and it is padding alone."""
+    return share.values_leave and share.state_leaves and not owned
 
 
 def dry_run(config: Config, world_size: int, rank: int) -> Account:

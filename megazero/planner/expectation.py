@@ -24,6 +24,8 @@ def expectation(config: Config, world_size: int, chip: Chip | None) -> Iterator[
     link = sum(stage.on_link) * model.micro_batches
     if link > 0.1 * time.seconds:
         bound = "the link, which parameters and gradients cross in every micro-batch"
+        if config.zero.offload_param.device == "nvme":
+            bound = "the disk, which parameters are read from in every forward and backward"
     yield (
         f"offload: a step is expected to take {time.seconds:.2f} s, {time.offload:.2f} s of them waiting for the host; "
         f"bound by {bound}"

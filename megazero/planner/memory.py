@@ -90,7 +90,9 @@ def describe_host(host: HostState) -> str:
     """What a process keeps off its device."""
     kinds = {"parameters": host.parameters, "gradients": host.gradients, "masters and moments": host.state}
     parts = [f"{kind} {amount(size)}" for kind, size in kinds.items() if size]
-    files = f"; in files: masters and moments {amount(host.files)}" if host.files else ""
+    filed = {"parameters": host.parameter_files, "masters and moments": host.files}
+    files = f"; in files: {', '.join(f'{kind} {amount(size)}' for kind, size in filed.items() if size)}"
+    files = files if host.on_disk else ""
     return f"in host memory per process: {', '.join([*parts, f'buffers {amount(host.buffers)}'])}{files}"
 
 

@@ -15,6 +15,7 @@ from megazero.planner.model_state import BYTES, Buffer, leaving_buffers, values_
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import BlockShare
 from megazero.zero.offload.store import stored_fields
+from megazero.zero.offload.values import pages_of
 
 
 def block_shares(
@@ -37,11 +38,13 @@ def block_shares(
 @dataclass(frozen=True)
 class Moved:
     """Bytes of one rank and step. ``out``, ``back``: between device and host; ``files``: read, and as many written,
-    page by page."""
+    page by page. Of parameters in files: ``fetched`` from them, in whole pages, and new ones ``written``."""
 
     out: int
     back: int
     files: int
+    fetched: int
+    written: int
 
 
 def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: int) -> Moved:
@@ -49,11 +52,14 @@ def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: in
 
     Where gradients are cut (stages 2 and 3) every micro-batch's leave, and come back for the next to be added.
     """
-    out = back = files = 0
+    out = back = files = fetched = written = 0
     reductions = passes if stage >= 2 else 1
     for share in shares:
         if share.values_leave:
             back += 2 * passes * share.numel * share.value
+        if share.values_leave and offload.parameters == "nvme":
+            fetched += 2 * passes * pages_of(share.numel * share.value)
+            written += share.numel * share.value
         if not share.state_leaves:
             continue
         out += reductions * share.numel * share.gradient
@@ -61,13 +67,14 @@ def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: in
         back += share.numel * ((reductions - 1) * share.gradient + (0 if share.values_leave else value))
         if offload.optimizer == "nvme":
             files += share.numel * sum(dtype.itemsize for dtype in stored_fields(offload, share.values_leave).values())
-    return Moved(out, back, files)
+    return Moved(out, back, files, fetched, written)
 
 
 @dataclass(frozen=True)
 class HostSeconds:
     """Seconds per step of one rank if nothing else ran. ``gradients``, ``parameters``: on the link between device and
-    host, per micro-batch; ``update``: the CPU's AdamW on host memory; ``values``: new parameters back; ``files``."""
+    host, per micro-batch, or, of parameters in files, from the disk; ``update``: the CPU's AdamW on host memory;
+    ``values``: new parameters back; ``files``: those of the update."""
 
     gradients: float
     parameters: float
@@ -91,12 +98,13 @@ def host_seconds(config: Config, leaving: int, fetched: int, precision: str, hos
     parameters that it does."""
     offload, grad, value = Offload.of(config.zero), BYTES[config.train.grad_dtype], BYTES[precision]
     away = offload.parameters != "none" and config.zero.stage >= 3
+    filed = away and offload.parameters == "nvme"
     stored = sum(dtype.itemsize for dtype in stored_fields(offload, away).values()) if leaving else 0
     both = 1 if offload.pipeline_read and offload.pipeline_write else 2
     return HostSeconds(
         gradients=leaving * grad / host.link,
-        parameters=fetched * value / host.link,
+        parameters=fetched * value / (min(host.link, host.disk) if filed else host.link),
         update=leaving * (2 * stored + grad + 2 * value) / host.bandwidth,
         values=0.0 if away else leaving * (4 if offload.sends_masters(away) else value) / host.link,
-        files=leaving * stored * both / host.disk if offload.optimizer == "nvme" else 0.0,
+        files=leaving * (stored * both * (offload.optimizer == "nvme") + value * filed) / host.disk,
     )

@@ -17,6 +17,7 @@ from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import HostState
 from megazero.zero.offload.tier import Tier
+from megazero.zero.offload.values import FileValues, pages_of
 
 _SCALARS = (2.0, 0.0, 1.0)
 """What the host is told of a step: gradients are divided by 2, nothing is skipped, it is Adam's first."""
@@ -89,6 +90,23 @@ class _PaperDisk:
         self._traffic[Route("files", "write", 1)] += size if changed else 0
 
 
+class _PaperValues(FileValues):
+    """Parameters of a block in a file that is not there."""
+
+    def __init__(self, link: Link, traffic: Traffic, numel: int, dtype: torch.dtype) -> None:
+        self._link, self._traffic, self._numel, self._dtype = link, traffic, numel, dtype
+
+    def bring(self, target: torch.Tensor) -> Arrival:
+        self._traffic[Route("files", "read", 1)] += pages_of(target.nbytes)
+        return self._link.back_after(target, target, ARRIVED)
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        return torch.empty(end - start, dtype=self._dtype, device="meta")
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        self._traffic[Route("files", "write", 1)] += values.numel() * self._dtype.itemsize
+
+
 class _PaperNoise(Noise):
     def __init__(self, memory: HostMemory, numel: int) -> None:
         self._table = memory.empty(numel + OFFSETS, torch.int32)
@@ -102,13 +120,22 @@ class PaperTier(Tier):
         self.memory = PaperMemory()
         self.disk = _PaperDisk(self.memory, settings, planned, traffic) if settings.optimizer == "nvme" else None
         self.link = _PaperLink(self.memory, settings, traffic)
+        self.threads = settings.buffer_size  # strips of an update are as long as its pieces: nothing is in a cache
         self.meter = Meter(self.link.bytes, 1, 1, True)
         self._scratch: dict[str, torch.Tensor] = {}
         self.error = None
+        self._traffic = traffic
+        if planned.parameter_slots:
+            self.memory.empty(planned.parameter_slots, torch.uint8)
 
     @property
     def files(self) -> int:
-        return self.disk.size if self.disk is not None else 0
+        return self.planned.parameter_files + (self.disk.size if self.disk is not None else 0)
+
+    def file_values(self, numel: int, dtype: torch.dtype) -> FileValues | None:
+        if self.settings.parameters != "nvme":
+            return None
+        return _PaperValues(self.link, self._traffic, numel, dtype)
 
     @cached_property
     def noise(self) -> Noise:

@@ -42,7 +42,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if not block.sharding.parameters or block.is_whole:
         block.use()
         block.views[block.index_of(param)].copy_(value.view(param.shape))
-    block.values[low - base : high - base] = own
+    block.set_values(low - base, own)
     block.write_state("weight", low - base, own)
 
 

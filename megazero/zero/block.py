@@ -20,6 +20,7 @@ from megazero.zero.offload.gradients import HostGradient
 from megazero.zero.offload.link import ARRIVED, Arrival
 from megazero.zero.offload.store import Store
 from megazero.zero.offload.tier import Tier
+from megazero.zero.offload.values import FileValues
 
 Reader = Callable[[str, tuple[int, ...], Rectangle], torch.Tensor]
 """(global name, global shape, box) → float32 values of the box."""
@@ -93,19 +94,23 @@ class Block:
         owned = self.flat[slice(*self.owned)]
         # The owned values in the parameters' dtype: where parameters are cut, all that stays of them.
         self.values = owned.clone() if sharding.parameters else owned
+        self._in_file: FileValues | None = None
         self.values_leave = tier is not None and tier.settings.parameters != "none" and sharding.parameters
         if tier is not None and self.values_leave:
-            self.values = tier.memory.empty(owned.numel(), dtype, pin=tier.settings.pin_parameters)
+            self._in_file = tier.file_values(owned.numel(), dtype)
+            numel = 0 if self._in_file is not None else owned.numel()
+            self.values = tier.memory.empty(numel, dtype, pin=tier.settings.pin_parameters)
         self._tier, self._memory = tier, tier.memory if tier is not None and state_leaves else None
         self.host_grad = HostGradient(tier, owned.numel(), grad_dtype) if tier is not None and state_leaves else None
         self.sends_masters = tier is not None and state_leaves and tier.settings.sends_masters(self.values_leave)
         self._update: Future[Arrival] | None = None
         self._arrival: Arrival = ARRIVED  # of the last update's values
         # In float32 the parameter is its own master, where both are kept in the same place.
-        keeps_master = trainable and (dtype != torch.float32 or state_leaves != self.values_leave)
+        apart = dtype != torch.float32 or state_leaves != self.values_leave or self._in_file is not None
+        keeps_master = trainable and apart
         self.store: Store | None = None
         if self.host_grad is not None and tier is not None and not tier.settings.plain:
-            values = self.values if self.values_leave else None
+            values = self.values if self.values_leave and self._in_file is None else None
             self.store = Store(tier, layout.name, owned.numel(), values)
             self.master = torch.empty(0)
         else:
@@ -234,14 +239,14 @@ class Block:
             there = changed.to(master.device)
             master = torch.where(master.to(there.dtype) == there, master, there.float())
             self.write_state("weight", 0, master)
-        self.values.copy_(changed)
+        self.set_values(0, changed)
 
     def updated(self, copied: bool = False) -> None:
         """The owned float32 values changed: write them in the parameters' dtype (unless that is ``copied`` already);
         other slices are now stale."""
         self.before_update()
         if self.master is not self.values and not copied:
-            self.values.copy_(self.master)
+            self.set_values(0, self.master)
         self.drop_grad()
         self.state = State.SHARDED
 
@@ -398,6 +403,8 @@ class Block:
         self.settle()
         if self.store is not None:
             return self.store.read(kind, 0, self.owned[1] - self.owned[0])
+        if kind == "weight" and self._in_file is not None and self.master is self.values:
+            return self.held_values().float()
         return self.master if kind == "weight" else self.optimizer_state[kind]
 
     def write_state(self, kind: str, start: int, values: torch.Tensor) -> None:
@@ -405,9 +412,27 @@ class Block:
         self.settle()
         if self.store is not None:
             self.store.write(kind, start, values)
+        elif kind == "weight" and self._in_file is not None and self.master is self.values:
+            self.set_values(start, values)
         else:
             self._arrival.wait_on_host()  # the device may still be reading the masters
             self.owned_state(kind)[start : start + values.numel()].copy_(values.reshape(-1))
+
+    def set_values(self, start: int, values: torch.Tensor) -> None:
+        """Replace a part of the owned values, from element ``start`` on, rounded to their dtype."""
+        if self._in_file is not None:
+            self._in_file.write(start, values)
+        else:
+            self.values[start : start + values.numel()].copy_(values.reshape(-1))
+
+    def held_values(self) -> torch.Tensor:
+        """The owned values, wherever they are: a copy where that is a file."""
+        return self.values if self._in_file is None else self._in_file.read(0, self.owned[1] - self.owned[0])
+
+    def send_values(self, target: torch.Tensor) -> Arrival:
+        """The owned values, which are off the device, to a tensor on it."""
+        assert self._tier is not None and self.values_leave, self.layout.name
+        return self._tier.link.back(target, self.values) if self._in_file is None else self._in_file.bring(target)
 
     def load(self, kind: str, read: Reader, only: str | None = None) -> None:
         """Fill one state of the owned range with global tensors' values, all of them or one; after ``weight`` the block
@@ -420,7 +445,7 @@ class Block:
             if self.sharding.parameters:
                 self.release()
             if self.master is not self.values:
-                self.values.copy_(self.owned_state("weight"))
+                self.set_values(0, self.owned_state("weight"))
             self.state = State.SHARDED
 
     def chunks(

@@ -66,13 +66,14 @@ class Gathering:
 
     def _gather_from_host(self, blocks: Sequence[Block]) -> Work | None:
         assert self._tier is not None
-        shard, link = self._groups.shard, self._tier.link
+        shard = self._groups.shard
         slices = [shard.slice_of(block.flat) for block in blocks]
         with self._tier.meter.timed("copies"):
-            copies = [link.back(own, block.values) for own, block in zip(slices, blocks, strict=True)]
+            copies = [block.send_values(own) for own, block in zip(slices, blocks, strict=True)]
         if shard.size == 1:
             return _Together(copies)
-        with link.stream_back():  # so that the collective waits for the copies, and nothing else does
+        with self._tier.link.stream_back():  # so that the collective waits for the copies, and nothing else does
+            _Together(copies).wait()
             return shard.all_gather([block.flat for block in blocks], slices)
 
 

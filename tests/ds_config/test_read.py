@@ -290,8 +290,8 @@ def test_batch_sizes_that_cannot_be(given, field, words):
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "goes with"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "zero_optimization.offload_param.device",
-            "use cpu",
+            "zero_optimization.offload_param.nvme_path",
+            "is missing",
         ),
         (
             {"zero_optimization": {"zero_quantized_weights": True}},

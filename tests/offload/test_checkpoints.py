@@ -16,7 +16,7 @@ from tests.distributed import runs
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
 from tests.foreign import models
-from tests.offload.choices import CPU, PARAMETERS, nvme
+from tests.offload.choices import CPU, FILES, in_files, nvme
 
 
 def steps_of(trees: list[dict[str, Any]], weights: runs.Weights) -> tuple[list[float], list[runs.Piece]]:
@@ -41,7 +41,7 @@ def test_of_the_gpt(ranks: Callable, world_size: int, tmp_path: Path) -> None:
         place = {"dir": str(tmp_path / directory), **checkpoint}
         return settings(GPT2, zero={"stage": 3, **zero}, train={"steps": 5}, checkpoint=place)
 
-    ways = [{"offload_optimizer": CPU}, nvme(tmp_path / "files") | PARAMETERS, {}]
+    ways = [{"offload_optimizer": CPU}, nvme(tmp_path / "files") | in_files(FILES, tmp_path / "files"), {}]
     weights = random_weights(ModelConfig(**GPT2))
     moved = ranks(world_size, steps_of, [tree("moved", way, async_save=way is ways[0]) for way in ways], weights)
     whole = ranks(world_size, steps_of, [tree("whole", {})], weights)
@@ -88,8 +88,15 @@ def test_of_a_foreign_model(ranks: Callable, world_size: int, tmp_path: Path) ->
 
 def test_whole_state_of_a_parameter_is_read_and_set(tmp_path: Path) -> None:
     """megazero.zero's safe_get and safe_set functions find the state in host memory and in files."""
-    for way in ({"offload_optimizer": {"device": "cpu"}}, nvme_of(tmp_path)):
-        config = models.config(2, 1, 0.5, zero_optimization=way, optimizer=models.ADAMW, bf16={"enabled": True})
+    for way in ({"offload_optimizer": {"device": "cpu"}}, nvme_of(tmp_path), in_files(FILES, tmp_path)):
+        config = models.config(
+            3 if "offload_param" in way else 2,
+            1,
+            0.5,
+            zero_optimization=way,
+            optimizer=models.ADAMW,
+            bf16={"enabled": True},
+        )
         engine, *_ = megazero.initialize(model=models.build(models.Odd), config=config)
         engine.backward(models.loss_of(engine, models.batch(0, 0, 0)))
         parameter = engine.module.twice.weight

@@ -16,7 +16,7 @@ from tests.distributed.runs import Outcome, TokenSource, random_weights, setting
 from tests.distributed.test_cases import GPT2
 from tests.distributed.test_reference_runs import Choice
 from tests.foreign import models
-from tests.offload.choices import CPU, PARAMETERS, nvme
+from tests.offload.choices import CPU, FILES, PARAMETERS, in_files, nvme
 
 BUCKETS = {"reduce_bucket_size": 9000, "allgather_bucket_size": 9000}
 
@@ -40,13 +40,13 @@ ALL = {"offload_optimizer": CPU}
 @pytest.mark.parametrize(
     ("micro", "clip", "precision", "tiers"),
     [
-        # (stage, tier); files where there is none
-        (1, 0.5, "fp32", [(1, ALL), (2, HALF), (3, ALL | PARAMETERS), (2, None)]),
+        # (stage, tier); files where there is none, FILES: parameters in one
+        (1, 0.5, "fp32", [(1, ALL), (2, HALF), (3, ALL | PARAMETERS), (3, ALL | FILES), (2, None)]),
         (4, 0.5, "fp32", [(1, HALF), (2, ALL), (3, None)]),
         (1, 0.0, "fp32", [(1, None), (2, ALL), (3, HALF | PARAMETERS)]),
-        (4, 0.0, "fp32", [(1, ALL), (3, ALL | PARAMETERS)]),
-        (1, 0.5, "bf16", [(1, ALL), (2, None), (3, PARAMETERS), (3, HALF | PARAMETERS)]),
-        (4, 0.5, "fp16", [(2, HALF), (3, None)]),
+        (4, 0.0, "fp32", [(1, ALL), (3, ALL | PARAMETERS), (3, FILES)]),
+        (1, 0.5, "bf16", [(1, ALL), (2, None), (3, PARAMETERS), (3, HALF | PARAMETERS), (3, HALF | FILES)]),
+        (4, 0.5, "fp16", [(2, HALF), (3, None), (3, ALL | FILES)]),
     ],
 )
 def test_one_process(micro: int, clip: float, precision: str, tiers: list[tuple[int, dict | None]], tmp_path: Path):
@@ -57,7 +57,7 @@ def test_one_process(micro: int, clip: float, precision: str, tiers: list[tuple[
     for stage, tier in tiers:
         if stage not in wanted:
             wanted[stage] = outcome((1, 1, 1), {"stage": stage}, **sections)
-        tier = nvme(tmp_path, pipeline_read=micro == 1) if tier is None else tier
+        tier = nvme(tmp_path, pipeline_read=micro == 1) if tier is None else in_files(tier, tmp_path)
         assert_same_bits(outcome((1, 1, 1), {"stage": stage, **tier}, **sections), wanted[stage])
     assert not [*tmp_path.glob("megazero-*")], "files are left"
 
@@ -70,15 +70,16 @@ def test_one_process(micro: int, clip: float, precision: str, tiers: list[tuple[
         ((1, 1, 2), {"stage": 2}, {}),
         ((1, 1, 4), {"stage": 2, "mics_shard_size": 2}, {}),
         ((2, 1, 2), {"stage": 3, **PARAMETERS}, {}),
+        ((1, 1, 2), {"stage": 3, **FILES}, {}),
         ((1, 2, 2), {"stage": 3, **PARAMETERS}, {}),
         ((1, 2, 1), {"stage": 1, "activations": True}, {"schedule": "gpipe"}),
     ],
     ids=str,
 )
-def test_layouts(layout: runs.Layout, zero: dict, parallel: dict) -> None:
+def test_layouts(layout: runs.Layout, zero: dict, parallel: dict, tmp_path: Path) -> None:
     """Case 33 and 36 over tp, pp and dp: tied embeddings on two stages, norms of which ranks have shares."""
     sections = {"train": {"global_batch_size": 4, "micro_batch_size": 1}, "parallel": parallel}
-    zero, activations = dict(zero), {}
+    zero, activations = in_files(zero, tmp_path), {}
     if zero.pop("activations", False):
         sections["train"]["recompute"], activations = "full", {"offload_activations": True}
     wanted = outcome(layout, {k: v for k, v in zero.items() if k not in PARAMETERS}, **sections)
@@ -138,7 +139,8 @@ def test_a_foreign_model(ranks: Callable, world_size: int, tmp_path: Path) -> No
         (1, models.ADAMW, None, cpu),
         (2, ADAM, "bf16", cpu),
         (3, SGD, "fp16", cpu | PARAMETERS),
-        (3, models.ADAMW, "bf16", disk | PARAMETERS),
+        (3, models.ADAMW, "bf16", in_files(disk | FILES, tmp_path)),
+        (3, SGD, None, in_files(FILES, tmp_path)),
         (2, ADAM, None, disk),
     ]
     jobs = [job for kind in kinds for job in (kind, (*kind[:3], {}))]

@@ -24,7 +24,7 @@ from megazero.zero.offload.files import PAGE, StateFile
 from megazero.zero.offload.media import Disk, OnDisk
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
-from tests.offload.choices import nvme
+from tests.offload.choices import FILES, in_files, nvme
 
 
 class Sizes(nn.Module):
@@ -112,20 +112,34 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("megazero-*")]
 
 
-@pytest.mark.parametrize("fault", ["cut short", "full"])
+def test_two_files_on_a_disk_that_has_room_for_one(tmp_path: Path) -> None:
+    first = StateFile(str(tmp_path), 8 * PAGE)
+    first.claim(2 * PAGE)
+    room = mock.patch("os.statvfs", return_value=SimpleNamespace(f_bavail=10, f_frsize=PAGE))
+    with room, pytest.raises(OffloadError, match="offload_param.nvme_path: .* are needed"):
+        StateFile(str(tmp_path), 5 * PAGE, "offload_param.nvme_path", beside=first)
+    with room:
+        StateFile(str(tmp_path), 4 * PAGE, "offload_param.nvme_path", beside=first).close()
+    first.close()
+
+
+@pytest.mark.parametrize("fault", ["cut short", "full", "parameters cut short"])
 def test_a_fault_in_the_middle_leaves_the_checkpoint(fault: str, tmp_path: Path) -> None:
     """The error names the file; the run goes on from the checkpoint as if it had never been."""
-    tree = settings(GPT2, zero={"stage": 2, **nvme(tmp_path / "files")}, train={"steps": 4})
+    parameters = in_files(FILES, tmp_path / "files") if fault.startswith("parameters") else {}
+    zero = {"stage": 3 if parameters else 2, **nvme(tmp_path / "files"), **parameters}
+    tree = settings(GPT2, zero=zero, train={"steps": 4})
     tree["checkpoint"] = {"dir": str(tmp_path / "saved")}
     source, weights = TokenSource(37, 12), random_weights(ModelConfig(**GPT2))
     with make_engine(tree, weights) as engine:
         engine.train_batch(source)
         engine.train_batch(source)
         engine.save(source)
-        file = engine.stage.sharded.tier.disk.file
+        tier = engine.stage.sharded.tier
+        file = (tier.parameter_file if parameters else tier.disk).file
         write = mock.patch.object(file, "write", side_effect=file._error("written", OSError(errno.ENOSPC, "No space")))
         with pytest.raises(OffloadError, match=r"state: (is shorter than it was written|could not be written)"):
-            if fault == "cut short":
+            if fault != "full":
                 os.truncate(file.path, PAGE)
             else:
                 write.start()
@@ -136,7 +150,7 @@ def test_a_fault_in_the_middle_leaves_the_checkpoint(fault: str, tmp_path: Path)
     with open_checkpoint(newest(tmp_path / "saved")) as checkpoint:
         checkpoint.verify()
     losses = []
-    for zero in (tree["zero"], {**tree["zero"], "offload_optimizer": {}}):
+    for zero in (tree["zero"], {**tree["zero"], "offload_optimizer": {}, "offload_param": {}}):
         with make_engine({**tree, "zero": zero, "checkpoint": {**tree["checkpoint"], "resume": "auto"}}) as engine:
             assert engine.step == 2
             losses.append([float(engine.train_batch(source).loss) for _ in range(2)])

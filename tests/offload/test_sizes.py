@@ -17,7 +17,7 @@ from megazero.planner.offload import block_shares, moved
 from megazero.zero.offload.settings import Offload
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
-from tests.offload.choices import CPU, PARAMETERS, nvme
+from tests.offload.choices import CPU, FILES, PARAMETERS, in_files, nvme
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "offload.md").read_text()
 ROWS = [
@@ -53,12 +53,15 @@ def test_the_table_has_rows_for_64_and_128_gb() -> None:
         ({"stage": 3, "offload_optimizer": {**CPU, "masters": "split", "moments": "bf16"}, **PARAMETERS}, {}),
         ({"stage": 2, "offload_optimizer": {**CPU, "masters": "bf16"}}, {}),
         ({"stage": 3, **PARAMETERS}, {}),
+        ({"stage": 3, "offload_optimizer": CPU, **FILES}, {}),
+        ({"stage": 3, **FILES}, {"precision": "fp32"}),
         ({"stage": 3}, {}),
     ],
 )
 def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_path: Path) -> None:
     """Of host memory and files, of what crosses the link in each direction, of what is read and written: all exact."""
     zero = zero if len(zero) > 1 else zero | nvme(tmp_path, moments="bf16")
+    zero = in_files(zero, tmp_path)
     tree = settings(GPT2, zero=zero, train={"precision": "bf16", "micro_batch_size": 2, **train})
     config = Config.from_dict(tree)
     source, steps = TokenSource(37, 12), 3
@@ -69,7 +72,7 @@ def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_p
             block.settle()
         tier = engine.stage.sharded.tier
         taken, link = tier.memory.taken, dict(tier.link.bytes)
-        layout = engine.topology.layout
+        layout, parameter_file = engine.topology.layout, tier.parameter_file
     # Closing has waited for the last write.
     files = (tier.disk.read_bytes, tier.disk.written_bytes, tier.disk.file.size) if tier.disk is not None else None
     offload, model = Offload.of(config.zero), config.model.architecture
@@ -88,6 +91,9 @@ def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_p
     assert host is not None
     noise = 4 * (1024 + 2**16) if "bf16" in (offload.moments, offload.masters) else 0
     assert taken == host.memory - noise  # which torch has made
+    if parameter_file is not None:
+        assert parameter_file.file.size == host.parameter_files > 0
+        assert parameter_file.read_bytes == steps * wanted.fetched
     if files is not None:
         # Pieces are read and written in whole pages.
         assert files[2] == host.files and files[0] == files[1] == steps * host.files
@@ -133,6 +139,18 @@ def test_masters_of_parameters_that_are_not_bfloat16() -> None:
             "zero.offload_optimizer.masters",
             "use bf16",
         ),
+        (
+            {
+                "zero": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu", "masters": "split"},
+                    "offload_param": {"device": "nvme", "nvme_path": "x"},
+                }
+            },
+            "zero.offload_optimizer.masters",
+            "use fp32",
+        ),
+        ({"zero": {"stage": 3, **FILES}}, "zero.offload_param.nvme_path", "is missing"),
         (
             {"zero": {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}},
             "zero.zero_hpz_partition_size",

@@ -40,6 +40,10 @@ EVERYTHING = {
     },
     "offload_param": {"device": "cpu"},
 }
+IN_FILES = {
+    "offload_optimizer": {**SMALL_PIECES, "device": "nvme", "nvme_path": "nowhere"},
+    "offload_param": {"device": "nvme", "nvme_path": "nowhere"},
+}
 # tp, pp, dp, ZeRO, recompute, virtual_pp, micro-batches, and other settings.
 LAYOUTS: list[tuple[dict, tuple, dict]] = [
     (SMALL, (1, 1, 4, 0, "none", 1, 1), {}),
@@ -50,6 +54,8 @@ LAYOUTS: list[tuple[dict, tuple, dict]] = [
     (GROUPED, (1, 1, 2, 3, "none", 1, 3), {"parallel": {"keep_gathered": True}}),
     (SMALL, (2, 2, 2, 1, "none", 1, 2), {"zero": {"offload_optimizer": {**SMALL_PIECES, "ratio": 0.6}}}),
     (GROUPED, (1, 1, 2, 3, "full", 1, 4), {"zero": {**EVERYTHING, "stage3_param_persistence_threshold": 100}}),
+    (GROUPED, (1, 1, 2, 3, "full", 1, 4), {"zero": {**IN_FILES, "stage3_param_persistence_threshold": 100}}),
+    (SMALL, (1, 2, 2, 3, "none", 1, 2), {"zero": {**IN_FILES, "offload_optimizer": {**SMALL_PIECES, "ratio": 0.6}}}),
 ]
 
 

@@ -26,14 +26,22 @@ PAGE = 4096
 """Bytes; offsets, lengths and addresses of direct reads and writes are multiples of it."""
 
 _PREFIX = "megazero-offload-"
-_FIELD = "offload_optimizer.nvme_path"
 
 
 class StateFile:
     """``direct``: whether the page cache is bypassed by the file system; else it is told to drop what was used."""
 
-    def __init__(self, directory: str, needed: int) -> None:
-        """``needed``: bytes that the file will have. Raises OffloadError where they cannot be had."""
+    def __init__(
+        self,
+        directory: str,
+        needed: int,
+        field: str = "offload_optimizer.nvme_path",
+        beside: StateFile | None = None,
+    ) -> None:
+        """``needed``: bytes that the file will have; ``field``: the setting that ``directory`` is of; ``beside``:
+        another one, which may be on the same disk and is yet to be filled. Raises OffloadError where they cannot be
+        had."""
+        self._field, self._needed = field, needed
         root = Path(directory).expanduser()
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -44,14 +52,16 @@ class StateFile:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise OffloadError(
-                f"{_FIELD}: {directory} cannot be used: {error.strerror}; give a directory on a local disk that this "
+                f"{field}: {directory} cannot be used: {error.strerror}; give a directory on a local disk that this "
                 "user can write to"
             ) from None
         self.path = self.directory / "state"
-        self._descriptor, self.direct = _open(self.path)
+        self._descriptor, self.direct = _open(self.path, field)
         self.close = weakref.finalize(self, _close, self._descriptor, lock, self.directory)
         self.size = 0
         try:
+            if beside is not None and os.stat(beside.directory).st_dev == os.stat(self.directory).st_dev:
+                needed += beside._needed - beside.size
             self._check_space(needed, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         except OffloadError:
             self.close()
@@ -62,7 +72,7 @@ class StateFile:
         free = room.f_bavail * room.f_frsize
         if needed * ranks > free:
             raise OffloadError(
-                f"{_FIELD}: {needed * ranks / 1e9:.1f} GB are needed in {self.directory.parent} ({ranks} x "
+                f"{self._field}: {needed * ranks / 1e9:.1f} GB are needed in {self.directory.parent} ({ranks} x "
                 f"{needed / 1e9:.1f} GB), and {free / 1e9:.1f} GB are free; make room, give another disk, or keep more "
                 "on the device (ratio)"
             )
@@ -117,13 +127,13 @@ class StateFile:
         )
 
 
-def _open(path: Path) -> tuple[int, bool]:
+def _open(path: Path, field: str) -> tuple[int, bool]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise OffloadError(f"{_FIELD}: {path} cannot be made: {error.strerror}") from None
+            raise OffloadError(f"{field}: {path} cannot be made: {error.strerror}") from None
     path.unlink(missing_ok=True)  # some file systems make the file before they refuse
     return os.open(path, flags, 0o600), False
 

@@ -116,6 +116,28 @@ class Link:
             target.copy_(host, non_blocking=True)
         return _Event(self._back)
 
+    def begin_thread(self) -> None:
+        """At the start of a thread that copies."""
+        torch.set_grad_enabled(False)
+        if self._cuda:
+            torch.cuda.set_device(self._device)
+
+    def mark(self) -> Arrival:
+        """All that has been issued on the compute stream, for ``back_after``."""
+        return _Event(torch.cuda.current_stream(self._device)) if self._cuda else ARRIVED
+
+    def back_after(self, target: torch.Tensor, host: torch.Tensor, asked: Arrival) -> Arrival:
+        """As ``back``, from another thread: ``asked``, a ``mark`` of the one that will use the target, is what the copy
+        waits for."""
+        self._count("back", target.nbytes)
+        if not self._cuda:
+            target.copy_(host)
+            return ARRIVED
+        with torch.cuda.stream(self._back):
+            asked.wait()
+            target.copy_(host, non_blocking=True)
+        return _Event(self._back)
+
     def bring(self, target: torch.Tensor, values: torch.Tensor) -> Arrival:
         """Copy up to ``buffer_size`` float32 values of the host, which may change right after, to a tensor of the
         device, in its dtype. From one thread only, and to memory that no kernel under way uses."""

@@ -153,18 +153,74 @@ def record_places(fields: Fields, numel: int) -> tuple[dict[str, int], int]:
     return places, size
 
 
-class OnDisk:
-    """Pieces of ``piece`` elements of one block, one after another in the rank's file."""
+class Pages(Protocol):
+    """A rank's file, and memory to read it into."""
 
-    def __init__(self, disk: Disk, fields: Fields, numel: int, piece: int) -> None:
-        self._disk, self._fields, self._numel, self._piece = disk, fields, numel, piece
+    file: StateFile
+    memory: HostMemory
+
+
+class InFile:
+    """Fields in pieces of ``piece`` elements, one after another in a file; any part of them can be read and written."""
+
+    def __init__(self, where: Pages, fields: Fields, numel: int, piece: int) -> None:
+        self._where, self._fields, self._piece = where, fields, piece
         self._records: dict[int, _Record] = {}
         for start in range(0, numel, piece):
             places, size = record_places(fields, min(piece, numel - start))
-            self._records[start] = _Record(disk.file.claim(size), places, size)
+            self._records[start] = _Record(where.file.claim(size), places, size)
+
+    def offset_of(self, start: int) -> int:
+        """The first byte of the piece that begins with element ``start``."""
+        return self._records[start].offset
+
+    def _wait_for_write(self, start: int) -> None:
+        """A piece is about to be read or written: return when no other write of it is under way."""
+
+    def read(self, name: str, start: int, end: int) -> torch.Tensor:
+        values = torch.empty(end - start, dtype=self._fields[name])
+        for first, last, pages, offset, part in self._parts(name, start, end):
+            self._where.file.read(pages, offset)
+            values[first:last] = pages[part].view(values.dtype)
+        return values
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        for first, last, pages, offset, part in self._parts(name, start, start + values.numel()):
+            # Of what is not replaced, the file has to be asked only for the rest of the first and the last page.
+            if part.start:
+                self._where.file.read(pages[:PAGE], offset)
+            if part.stop < pages.numel():
+                self._where.file.read(pages[-PAGE:], offset + pages.numel() - PAGE)
+            pages[part].view(values.dtype).copy_(values[first:last])
+            self._where.file.write(pages, offset)
+
+    def _parts(self, name: str, start: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, slice]]:
+        """Of each piece, elements [first, last) counted from ``start``: room for the pages that hold them, the offset
+        of those in the file, and which of their bytes are meant."""
+        itemsize = self._fields[name].itemsize
+        for at in range(start // self._piece * self._piece, end, self._piece):
+            low, high = max(start, at), min(end, at + self._piece)
+            self._wait_for_write(at)
+            place = self._records[at].offset + self._records[at].places[name]
+            first, last = place + (low - at) * itemsize, place + (high - at) * itemsize
+            offset = first // PAGE * PAGE
+            pages = self._where.memory.empty(-(-(last - offset) // PAGE) * PAGE, torch.uint8)
+            yield low - start, high - start, pages, offset, slice(first - offset, last - offset)
+
+
+class OnDisk(InFile):
+    """Pieces of one block's state, fetched and put back in order by a disk's threads."""
+
+    def __init__(self, disk: Disk, fields: Fields, numel: int, piece: int) -> None:
+        super().__init__(disk, fields, numel, piece)
+        self._disk = disk
         self._ordered: dict[int, Future[Future[torch.Tensor]]] = {}
         self._writes: dict[int, Future | None] = {}
         self._fetched: dict[int, torch.Tensor] = {}
+
+    def _wait_for_write(self, start: int) -> None:
+        if (write := self._writes.get(start)) is not None:
+            write.result()
 
     def ahead(self) -> None:
         if self._disk.reads_ahead:
@@ -188,34 +244,3 @@ class OnDisk:
     def put(self, start: int, changed: bool) -> None:
         record = self._records[start]
         self._writes[start] = self._disk.give_back(self._fetched.pop(start), record.offset, record.size, changed)
-
-    def read(self, name: str, start: int, end: int) -> torch.Tensor:
-        values = torch.empty(end - start, dtype=self._fields[name])
-        for first, last, pages, offset, part in self._parts(name, start, end):
-            self._disk.file.read(pages, offset)
-            values[first:last] = pages[part].view(values.dtype)
-        return values
-
-    def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        for first, last, pages, offset, part in self._parts(name, start, start + values.numel()):
-            # Of what is not replaced, the file has to be asked only for the rest of the first and the last page.
-            if part.start:
-                self._disk.file.read(pages[:PAGE], offset)
-            if part.stop < pages.numel():
-                self._disk.file.read(pages[-PAGE:], offset + pages.numel() - PAGE)
-            pages[part].view(values.dtype).copy_(values[first:last])
-            self._disk.file.write(pages, offset)
-
-    def _parts(self, name: str, start: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, slice]]:
-        """Of each piece, elements [first, last) counted from ``start``: room for the pages that hold them, the offset
-        of those in the file, and which of their bytes are meant."""
-        itemsize = self._fields[name].itemsize
-        for at in range(start // self._piece * self._piece, end, self._piece):
-            low, high = max(start, at), min(end, at + self._piece)
-            if (write := self._writes.get(at)) is not None:
-                write.result()
-            place = self._records[at].offset + self._records[at].places[name]
-            first, last = place + (low - at) * itemsize, place + (high - at) * itemsize
-            offset = first // PAGE * PAGE
-            pages = self._disk.memory.empty(-(-(last - offset) // PAGE) * PAGE, torch.uint8)
-            yield low - start, high - start, pages, offset, slice(first - offset, last - offset)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Kind = Literal["wait", "copies", "gradients", "update", "values", "files"]
+Kind = Literal["wait", "copies", "gradients", "update", "values", "files", "parameters"]
 """``wait``: the main thread's, for updates. ``copies``: its time to issue copies, long only where they are not
 asynchronous. The worker's: waiting for ``gradients`` that are on their way, the ``update`` itself, handing on
-``values``, waiting for ``files``."""
+``values``, waiting for ``files``. Another thread's: reading ``parameters`` from files."""
 
 WARM, STEPS = 3, 5
 SHARE = 0.15
@@ -68,12 +68,18 @@ class Meter:
         return None
 
     def _slow(self, seconds: Counter, touched: int) -> str:
-        worker = {kind: seconds[kind] for kind in ("gradients", "update", "values", "files")}
+        worker = {kind: seconds[kind] for kind in ("gradients", "update", "values", "files", "parameters")}
         slowest = max(worker, key=lambda kind: worker[kind])
         if slowest == "files":
             return (
                 "the disk is slower than the update. Use a faster one, or moments bf16, or a smaller ratio in files, "
                 "or more accumulation steps, so that there are fewer updates per token"
+            )
+        if slowest == "parameters":
+            return (
+                "parameters are read from the disk slower than they are used. Raise the micro-batch size, so that they "
+                "are read less often per token, use a faster disk, or keep them in host memory (offload_param.device "
+                "cpu)"
             )
         if slowest in ("gradients", "values"):
             fix = "raise the micro-batch size or the accumulation steps" if self._pinned else "set pin_memory to true"

@@ -13,14 +13,16 @@ Masters = Literal["fp32", "split", "bf16"]
 @dataclass(frozen=True)
 class Offload:
     """``optimizer``, ``parameters``: the tier each is kept in. ``ratio``: the share of the optimizer's state that is
-    not kept on the device, in whole blocks. ``buffer_size``: elements updated at a time; ``buffer_count``: how many of
-    such pieces are on their way at once. ``threads``: of the update on one rank; 0: the machine's cores shared out.
+    not kept on the device, in whole blocks. ``nvme_path``, ``parameters_path``: directories of the files of either.
+    ``buffer_size``: elements updated at a time; ``buffer_count``: how many of such pieces are on their way at once.
+    ``threads``: of the update on one rank; 0: the machine's cores shared out.
     ``moments``, ``masters``: the precisions they are kept in."""
 
     optimizer: Tier = "none"
     parameters: Tier = "none"
     ratio: float = 1.0
     nvme_path: str | None = None
+    parameters_path: str | None = None
     pin_memory: bool = True
     pin_parameters: bool = True
     buffer_count: int = 4
@@ -40,6 +42,7 @@ class Offload:
             parameters=parameters.device,
             ratio=state.ratio,
             nvme_path=state.nvme_path,
+            parameters_path=parameters.nvme_path,
             pin_memory=state.pin_memory,
             pin_parameters=parameters.pin_memory,
             buffer_count=state.buffer_count,

@@ -15,6 +15,7 @@ from megazero.zero.offload.formats import OFFSETS
 from megazero.zero.offload.media import record_places
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.store import masters_of, stored_fields
+from megazero.zero.offload.values import file_and_slots
 
 
 class BlockShare(NamedTuple):
@@ -27,16 +28,12 @@ class BlockShare(NamedTuple):
     value: int
     gradient: int
 
-    @property
-    def state(self) -> int:
-        """Bytes of float32 masters and moments of an element; a float32 value beside them is its own master."""
-        return 8 if self.value == 4 and self.values_leave else 12
-
 
 @dataclass(frozen=True)
 class HostState:
     """Bytes of one rank. ``state``: masters and moments in host memory; ``files``: those on disk instead, ``record``:
-    of the largest piece; ``buffers``: what the update and the copies work in."""
+    of the largest piece; ``buffers``: what the update and the copies work in, ``parameter_slots`` of it what parameters
+    pass through that are in a file, of ``parameter_files``."""
 
     parameters: int
     gradients: int
@@ -44,6 +41,13 @@ class HostState:
     files: int
     record: int
     buffers: int
+    parameter_files: int = 0
+    parameter_slots: int = 0
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes of files."""
+        return self.files + self.parameter_files
 
     @property
     def memory(self) -> int:
@@ -90,7 +94,11 @@ def shares_of(
 
 def host_state(shares: Sequence[BlockShare], offload: Offload, gpu: bool) -> HostState:
     """``gpu``: the device has memory of its own, to which values go through pinned buffers."""
-    parameters = sum(share.numel * share.value for share in shares if share.values_leave)
+    parameters, parameter_files, parameter_slots = sum(s.numel * s.value for s in shares if s.values_leave), 0, 0
+    if offload.parameters == "nvme":
+        parameters = 0
+        sizes = (share.numel * share.value for share in shares if share.values_leave)
+        parameter_files, parameter_slots = file_and_slots(sizes)
     leaving = [share for share in shares if share.state_leaves]
     gradients = sum(share.numel * share.gradient for share in leaving)
     state = files = record = 0
@@ -103,16 +111,17 @@ def host_state(shares: Sequence[BlockShare], offload: Offload, gpu: bool) -> Hos
             ]
             files, record = files + sum(sizes), max(record, *sizes)
         elif offload.plain:
-            state += share.numel * share.state
+            own_master = share.value == 4 and share.values_leave and offload.parameters == "cpu"
+            state += share.numel * (8 if own_master else 12)  # a float32 value beside them is its own master
         else:
             state += share.numel * sum(dtype.itemsize for dtype in fields.values())
-    buffers = offload.buffer_count * record
+    buffers = offload.buffer_count * record + parameter_slots
     if leaving:
         buffers += _scratch(leaving, offload)
     if gpu and any(not share.values_leave and not offload.sends_masters(False) for share in leaving):
         # New values on their way to the device.
         buffers += offload.buffer_count * offload.buffer_size * 4
-    return HostState(parameters, gradients, state, files, record, buffers)
+    return HostState(parameters, gradients, state, files, record, buffers, parameter_files, parameter_slots)
 
 
 def _scratch(leaving: Sequence[BlockShare], offload: Offload) -> int:

@@ -17,6 +17,7 @@ from megazero.zero.offload.media import Disk
 from megazero.zero.offload.meter import Meter
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import BlockShare, HostState, host_state
+from megazero.zero.offload.values import FileValues, ParameterFile
 
 SENDERS = 8
 """The update's threads to one that rounds its results: it passes over five times as much memory."""
@@ -45,6 +46,12 @@ class Tier:
         self.threads = settings.threads or own_threads()
         pinned = settings.pin_memory and settings.pin_parameters
         self.meter = Meter(self.link.bytes, self.threads, own_threads(), pinned)
+        self.parameter_file: ParameterFile | None = None
+        if settings.parameters == "nvme":
+            assert settings.parameters_path is not None
+            path, size, slots = settings.parameters_path, planned.parameter_files, planned.parameter_slots
+            pin, beside = settings.pin_parameters, self.disk.file if self.disk is not None else None
+            self.parameter_file = ParameterFile(path, size, slots, self.memory, self.link, self.meter, pin, beside)
         self._worker = ThreadPoolExecutor(1, "offload", self._begin, (self.threads,))
         self._sender = ThreadPoolExecutor(1, "offload_values", self._begin, (-(-self.threads // SENDERS),))
         self._scratch: dict[str, torch.Tensor] = {}
@@ -56,6 +63,10 @@ class Tier:
             torch.cuda.set_device(self.device)
             # Launchers set OMP_NUM_THREADS to 1; this number is of this thread alone.
             torch.set_num_threads(threads)
+
+    def file_values(self, numel: int, dtype: torch.dtype) -> FileValues | None:
+        """Room for a block's values in the file of parameters; None where these are in host memory."""
+        return None if self.parameter_file is None else FileValues(self.parameter_file, numel, dtype)
 
     def submit(self, work: Callable[[], None]) -> Future:
         """``work()`` in the worker, after what was asked for before."""
@@ -78,6 +89,8 @@ class Tier:
         self.link.finish()
         if self.disk is not None:
             self.disk.close()
+        if self.parameter_file is not None:
+            self.parameter_file.close()
 
     def notes(self) -> Iterator[str]:
         """What the user should know of how it is kept."""
@@ -89,6 +102,8 @@ class Tier:
             )
             cache += "" if self.disk.file.direct else "knows no direct reads: slower"
             where = f"in {self.disk.file.path}, {cache}"
+        if self.parameter_file is not None:
+            yield f"offload: parameters in {self.parameter_file.file.path}"
         yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {_counted(self.threads)}"
 
     def advice(self) -> str | None:
