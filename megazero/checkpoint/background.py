@@ -156,7 +156,7 @@ class _Staging:
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, HostMemory(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._chunks: list[AnyChunk] = []
+        self._chunks: list[AnyChunk] = []  # until they are copied: whoever replaces the state lets go of its memory
         self._copies: list[ChunkData] | None = None
         self._begin = self._done = None  # events: the state is there, the copies are
         self._issued = threading.Event()
@@ -180,6 +180,7 @@ class _Staging:
         self._chunks, self._copies, self._wait = list(chunks), None, None
         if self._stream is None:
             self._copies = [_copied(part, place) for part, place in self._places()]
+            self._chunks = []
         else:
             self._issued.clear()
             self._begin = torch.cuda.Event()
@@ -195,6 +196,7 @@ class _Staging:
             self._issued.set()
         assert self._done is not None
         self._done.synchronize()
+        self._chunks = []
         return copies
 
     def _copy_by_and_by(self) -> list[ChunkData]:

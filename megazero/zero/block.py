@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from megazero.checkpoint.writer import row_runs
 from megazero.comm import Work
 from megazero.errors import MegazeroError
 from megazero.sharding import Piece, Rectangle
@@ -427,17 +428,19 @@ class Block:
         self, kind: str, start: int | None = None, end: int | None = None
     ) -> Iterator[tuple[Piece, Rectangle, torch.Tensor | Callable[[], torch.Tensor]]]:
         """One state of this rank's slice, or of [start, end), as boxes of global tensors, in buffer order: views of it,
-        or what reads them where it is kept in another form."""
+        or what reads them where it is kept in another form: a run of rows at a time, as a checkpoint takes them."""
         self.settle()
         base = self.owned[0]
         state = self.owned_state(kind) if self.store is None else None
         low, high = self.shard if start is None or end is None else (start, end)
         for at, piece, box in self.layout.boxes(low, high):
-            first, last, shape = at - base, at - base + box.numel, box.shape
-            if self.store is not None:
-                yield piece, box, partial(_read, self.store, kind, first, last, shape)
-            else:
-                yield piece, box, state[first:last].view(shape)
+            first = at - base
+            if state is not None:
+                yield piece, box, state[first : first + box.numel].view(box.shape)
+                continue
+            for run in row_runs(box):
+                yield piece, run, partial(_read, self.store, kind, first, first + run.numel, run.shape)
+                first += run.numel
 
 
 def _read(store: Store, kind: str, start: int, end: int, shape: Sequence[int]) -> torch.Tensor:

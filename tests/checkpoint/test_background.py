@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +67,9 @@ def test_the_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Mo
         for tensor in state.values():
             tensor.mul_(-2).sub_(step)
         own += 10
+    del tensor
+    gone = weakref.ref(state.pop("b"))
+    assert gone() is None, "what is not the state any more is held"
     saver.wait()
     assert not saver.pending and saver.finished() == tmp_path / "step_00000003" and saver.finished() is None
     assert saver._staging._room.data_ptr() == memory
