@@ -92,7 +92,7 @@ def test_only_the_number_of_processes_makes_a_misfit() -> None:
 
 
 def test_of_ranks_that_were_killed_the_first_is_named() -> None:
-    """Rank 0 waits for rank 1, say for its part of a save, when that is killed; the agent kills it half a minute later."""
+    """Rank 0 waited for rank 1, say for its part of a save, when that was killed; the agent has killed it later."""
     failures = {
         rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=-signal.SIGKILL, error_file="none") for rank in (0, 1)
     }
