@@ -55,6 +55,7 @@ class BackgroundSaver:
     def reserve(self, numel: int) -> None:
         """Take host memory for copies of so many elements, which a first save would else do. Called on every rank.
         Raises ConfigError where a machine has not as much."""
+        wait_for_all()  # until the others have what they take before
         self._staging.check(numel)
         wait_for_all()
         self._staging.take(numel)
