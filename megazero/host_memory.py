@@ -61,7 +61,7 @@ class HostMemory:
         if pin:
             _register(tensor)
         else:
-            tensor.zero_()
+            tensor.view(torch.uint8)[:: mmap.PAGESIZE].zero_()
         self.taken += size
         self.pinned += size if pin else 0
         given = weakref.finalize(tensor.untyped_storage(), _let_go, weakref.ref(self), tensor.data_ptr(), size, pin)
