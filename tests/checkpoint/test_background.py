@@ -25,6 +25,7 @@ from megazero.checkpoint import (
 )
 from megazero.checkpoint.background import BackgroundSaver
 from megazero.checkpoint.store_group import StoreGroup
+from megazero.checkpoint.tagged import TaggedWriter
 from megazero.errors import CheckpointError
 from megazero.sharding import Rectangle
 
@@ -100,6 +101,30 @@ def test_an_error_is_raised_once_where_the_save_is_waited_for(tmp_path: Path, pa
     saver.save(lambda chunks, state: checkpoints.save(2, chunks, state), [chunk("w", torch.ones(2))], {}, tmp_path)
     saver.wait()
     assert open_checkpoint(tmp_path / "run").step == 2
+
+
+def test_two_engines_of_a_process_save_into_one_directory(tmp_path: Path) -> None:
+    """The second begins while the first is under way, and leaves alone what that has written."""
+    writing, go = threading.Event(), threading.Event()
+
+    def entered() -> torch.Tensor:
+        writing.set()
+        assert go.wait(60)
+        return torch.ones(2)
+
+    def write(tag: str, late: Any) -> Callable:
+        chunks = [("weight", "w", Rectangle((0,), (2,)), (2,), late)]
+        return lambda *_: TaggedWriter(tmp_path).save_as(tag, True, 1, chunks, {}, {})
+
+    first, second = BackgroundSaver(CPU), BackgroundSaver(CPU)
+    first.save(write("first", entered), [], {}, tmp_path)
+    assert writing.wait(60)
+    second.save(write("second", lambda: torch.zeros(2)), [], {}, tmp_path)
+    second._thread.join(0.2)
+    go.set()
+    first.wait()
+    second.wait()
+    assert [float(open_checkpoint(tmp_path / tag).read("weight", "w")[0]) for tag in ("first", "second")] == [1, 0]
 
 
 SCRIPT = """
