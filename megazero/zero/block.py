@@ -420,7 +420,8 @@ class Block:
         if kind == "weight":
             if self.sharding.parameters:
                 self.release()
-            if self.master is not self.values:
+            # What a store has rounded to values may not be rounded anew, another way: its further bits are of those.
+            if self.master is not self.values and not (self.store is not None and self.store.has_values):
                 self.values.copy_(self.owned_state("weight"))
             self.state = State.SHARDED
 
