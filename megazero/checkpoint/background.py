@@ -48,6 +48,7 @@ class BackgroundSaver:
     def __init__(self, device: torch.device) -> None:
         self._staging = _Staging(device)
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         self._outcome = _Outcome()
         self._joining = self._issuing = 0.0
         atexit.register(_end_with_error, self._outcome)
@@ -73,6 +74,7 @@ class BackgroundSaver:
             self._staging.begin(chunks)
         except Exception as error:
             failed = error
+        self._ended.clear()
         # Not a daemon: a process that ends waits for it.
         self._thread = threading.Thread(target=self._run, args=(write, failed, state, where), name="checkpoint")
         self._thread.start()
@@ -90,6 +92,8 @@ class BackgroundSaver:
             self._outcome.path = write(chunks, state)
         except Exception as error:
             self._outcome.error = CheckpointError(f"{where}: the save in the background failed: {error}")
+        finally:
+            self._ended.set()
 
     @torch.no_grad()
     def _copies(self) -> Iterator[AnyChunk]:
@@ -122,7 +126,8 @@ class BackgroundSaver:
         if self._thread is None:
             return
         begin = time.perf_counter()
-        self._thread.join()
+        # Not join: where a signal's exception interrupts that, Python before 3.13 takes the thread for ended.
+        self._ended.wait()
         self._joining = time.perf_counter() - begin
         self._thread = None
         error, self._outcome.error = self._outcome.error, None

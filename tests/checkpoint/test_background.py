@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -101,6 +103,28 @@ def test_an_error_is_raised_once_where_the_save_is_waited_for(tmp_path: Path, pa
     saver.save(lambda chunks, state: checkpoints.save(2, chunks, state), [chunk("w", torch.ones(2))], {}, tmp_path)
     saver.wait()
     assert open_checkpoint(tmp_path / "run").step == 2
+
+
+def test_an_interrupted_wait_is_none(tmp_path: Path) -> None:
+    """Control-C while a save is waited for: it is under way still, and the next call waits for it."""
+    saver, waiting, go = BackgroundSaver(CPU), threading.Event(), threading.Event()
+
+    def write(*_: Any) -> Path:
+        assert waiting.wait(60)
+        time.sleep(0.1)  # by then the main thread waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert go.wait(60)
+        time.sleep(0.1)
+        return tmp_path
+
+    saver.save(write, [], {}, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        waiting.set()
+        saver.wait()
+    assert saver.pending
+    go.set()
+    saver.wait()
+    assert saver.finished() == tmp_path and not saver.pending
 
 
 def test_two_engines_of_a_process_save_into_one_directory(tmp_path: Path) -> None:
