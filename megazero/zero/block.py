@@ -272,9 +272,12 @@ class Block:
         """Where the host is changing the owned values: wait for that, and order what follows after their arrival."""
         if self._update is not None:
             assert self._tier is not None
-            update, self._update = self._update, None
-            with self._tier.meter.timed("wait"):
-                self._arrival = update.result()
+            try:
+                with self._tier.meter.timed("wait"):
+                    self._arrival = self._update.result()
+            finally:
+                if self._update.done():  # else a signal has come between: it is still to be waited for
+                    self._update = None
             self._arrival.wait()
 
     def accumulate(self) -> None:
