@@ -365,12 +365,24 @@ def _offload(config: Config) -> Problems:
             "would copy to host memory what zero.offload_optimizer.device = nvme keeps out of it; leave out one of the "
             "two",
         )
-    for name in ("moments", "masters"):
-        if state.device == "none" and (value := getattr(state, name)) != "fp32":
+    for name in ("nvme_path", "ratio", "moments", "masters"):
+        value = getattr(state, name)
+        if state.device == "none" and value != type(state).model_fields[name].default:
             yield (
                 f"zero.offload_optimizer.{name}",
-                f"{value} needs zero.offload_optimizer.device cpu or nvme: on the device they are float32",
+                f"{value} needs zero.offload_optimizer.device cpu or nvme: all state is on the device, in float32",
             )
+    if parameters.device == "none" and parameters.nvme_path:
+        yield (
+            "zero.offload_param.nvme_path",
+            f"{parameters.nvme_path} needs zero.offload_param.device nvme: parameters are on the device",
+        )
+    if state.device != "none" and state.masters == "split" and parameters.device == "none":
+        yield (
+            "zero.offload_optimizer.masters",
+            "split is the bits that 16-bit parameters in host memory lack; use zero.offload_param.device cpu with "
+            "zero.stage 3, or masters fp32",
+        )
     if config.train.offload_activations and config.train.recompute != "full":
         yield (
             "train.offload_activations",

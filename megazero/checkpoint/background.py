@@ -48,6 +48,7 @@ class BackgroundSaver:
     def __init__(self, device: torch.device) -> None:
         self._staging = _Staging(device)
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         self._outcome = _Outcome()
         self._joining = self._issuing = 0.0
         atexit.register(_end_with_error, self._outcome)
@@ -55,6 +56,7 @@ class BackgroundSaver:
     def reserve(self, numel: int) -> None:
         """Take host memory for copies of so many elements, which a first save would else do. Called on every rank.
         Raises ConfigError where a machine has not as much."""
+        wait_for_all()  # until the others have what they take before
         self._staging.check(numel)
         wait_for_all()
         self._staging.take(numel)
@@ -72,6 +74,7 @@ class BackgroundSaver:
             self._staging.begin(chunks)
         except Exception as error:
             failed = error
+        self._ended.clear()
         # Not a daemon: a process that ends waits for it.
         self._thread = threading.Thread(target=self._run, args=(write, failed, state, where), name="checkpoint")
         self._thread.start()
@@ -89,6 +92,8 @@ class BackgroundSaver:
             self._outcome.path = write(chunks, state)
         except Exception as error:
             self._outcome.error = CheckpointError(f"{where}: the save in the background failed: {error}")
+        finally:
+            self._ended.set()
 
     @torch.no_grad()
     def _copies(self) -> Iterator[AnyChunk]:
@@ -121,7 +126,8 @@ class BackgroundSaver:
         if self._thread is None:
             return
         begin = time.perf_counter()
-        self._thread.join()
+        # Not join: where a signal's exception interrupts that, Python before 3.13 takes the thread for ended.
+        self._ended.wait()
         self._joining = time.perf_counter() - begin
         self._thread = None
         error, self._outcome.error = self._outcome.error, None
@@ -156,7 +162,7 @@ class _Staging:
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, HostMemory(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._chunks: list[AnyChunk] = []
+        self._chunks: list[AnyChunk] = []  # until they are copied: whoever replaces the state lets go of its memory
         self._copies: list[ChunkData] | None = None
         self._begin = self._done = None  # events: the state is there, the copies are
         self._issued = threading.Event()
@@ -180,6 +186,7 @@ class _Staging:
         self._chunks, self._copies, self._wait = list(chunks), None, None
         if self._stream is None:
             self._copies = [_copied(part, place) for part, place in self._places()]
+            self._chunks = []
         else:
             self._issued.clear()
             self._begin = torch.cuda.Event()
@@ -195,6 +202,7 @@ class _Staging:
             self._issued.set()
         assert self._done is not None
         self._done.synchronize()
+        self._chunks = []
         return copies
 
     def _copy_by_and_by(self) -> list[ChunkData]:

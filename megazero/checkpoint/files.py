@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,25 +95,31 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
+_turns: dict[str, threading.Lock] = {}
+"""By path: the kernel's locks are a process's, whose threads take turns by these."""
+
+
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[bool]:
-    """Holds a lock on a file while inside; the kernel drops it with the process, however that ends.
+    """Holds a lock on a file while inside; the kernel drops it with the process, however that ends. Waits for other
+    threads of this process.
 
     Yields False where the file system has no locks. Raises BlockingIOError where another process holds it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with _turns.setdefault(os.path.realpath(path), threading.Lock()):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            # A record lock, not flock: forked children do not inherit it, and NFS and Lustre have it.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise BlockingIOError(f"{path} is locked by another process") from error
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+            try:
+                # A record lock, not flock: forked children do not inherit it, and NFS and Lustre have it.
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                raise BlockingIOError(f"{path} is locked by another process") from error
+            except OSError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(descriptor)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

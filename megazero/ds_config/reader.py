@@ -351,6 +351,9 @@ def _parameters_tier(reading: _Reading) -> str:
 def _offload(reading: _Reading) -> Iterator[tuple[str, str]]:
     """Rules of what is kept off the device."""
     get, stage = reading.get, reading.get("zero_optimization.stage")
+    for path, older in ((_STATE, "zero_optimization.cpu_offload"), (_PARAM, "zero_optimization.cpu_offload_param")):
+        if get(older) and (device := reading.values.get(f"{path}.device", "cpu")) != "cpu":
+            yield older, f"true is an older name of {path}.device cpu, and that is {device}; leave out one of the two"
     state, parameters = _tier(reading, _STATE, "cpu_offload"), _parameters_tier(reading)
     if state != "none" and stage < 1:
         yield f"{_STATE}.device", f"{state} needs zero_optimization.stage 1, 2 or 3; on one process they cut nothing"

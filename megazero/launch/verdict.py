@@ -45,8 +45,12 @@ class Verdict(NamedTuple):
 
 
 def of_failures(failures: Mapping[int, ProcessFailure]) -> Verdict:
-    """Which rank failed first, and why. ``failures``: by rank, of one machine."""
-    return min((_of_failure(rank, failures[rank]) for rank in sorted(failures)), key=lambda verdict: verdict.cause)
+    """Which rank failed first, and why. ``failures``: by rank, of one machine.
+
+    Of ranks with equal causes the one that ended first: who does not end when told to is killed half a minute later.
+    """
+    ranks = sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))
+    return min((_of_failure(rank, failures[rank]) for rank in ranks), key=lambda verdict: verdict.cause)
 
 
 def of_machines(verdicts: Iterable[Verdict]) -> Verdict:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from megazero.checkpoint.writer import row_runs
 from megazero.comm import Work
 from megazero.errors import MegazeroError
 from megazero.sharding import Piece, Rectangle
@@ -276,9 +277,12 @@ class Block:
         """Where the host is changing the owned values: wait for that, and order what follows after their arrival."""
         if self._update is not None:
             assert self._tier is not None
-            update, self._update = self._update, None
-            with self._tier.meter.timed("wait"):
-                self._arrival = update.result()
+            try:
+                with self._tier.meter.timed("wait"):
+                    self._arrival = self._update.result()
+            finally:
+                if self._update.done():  # else a signal has come between: it is still to be waited for
+                    self._update = None
             self._arrival.wait()
 
     def accumulate(self) -> None:
@@ -444,7 +448,8 @@ class Block:
         if kind == "weight":
             if self.sharding.parameters:
                 self.release()
-            if self.master is not self.values:
+            # What a store has rounded to values may not be rounded anew, another way: its further bits are of those.
+            if self.master is not self.values and not (self.store is not None and self.store.has_values):
                 self.set_values(0, self.owned_state("weight"))
             self.state = State.SHARDED
 
@@ -452,17 +457,19 @@ class Block:
         self, kind: str, start: int | None = None, end: int | None = None
     ) -> Iterator[tuple[Piece, Rectangle, torch.Tensor | Callable[[], torch.Tensor]]]:
         """One state of this rank's slice, or of [start, end), as boxes of global tensors, in buffer order: views of it,
-        or what reads them where it is kept in another form."""
+        or what reads them where it is kept in another form: a run of rows at a time, as a checkpoint takes them."""
         self.settle()
         base = self.owned[0]
         state = self.owned_state(kind) if self.store is None else None
         low, high = self.shard if start is None or end is None else (start, end)
         for at, piece, box in self.layout.boxes(low, high):
-            first, last, shape = at - base, at - base + box.numel, box.shape
-            if self.store is not None:
-                yield piece, box, partial(_read, self.store, kind, first, last, shape)
-            else:
-                yield piece, box, state[first:last].view(shape)
+            first = at - base
+            if state is not None:
+                yield piece, box, state[first : first + box.numel].view(box.shape)
+                continue
+            for run in row_runs(box):
+                yield piece, run, partial(_read, self.store, kind, first, first + run.numel, run.shape)
+                first += run.numel
 
 
 def _read(store: Store, kind: str, start: int, end: int, shape: Sequence[int]) -> torch.Tensor:

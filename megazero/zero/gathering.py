@@ -89,8 +89,9 @@ class _LateGather:
 
     def wait(self) -> None:
         while not self._issued:
-            first = self._queue.popleft()
-            first._work, first._issued = first._issue(), True
+            first = self._queue[0]
+            first._work, first._issued = first._issue(), True  # unless a signal comes between: it stays where it is
+            self._queue.popleft()
         if self._work is not None:
             self._work.wait()
 

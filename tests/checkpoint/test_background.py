@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +27,7 @@ from megazero.checkpoint import (
 )
 from megazero.checkpoint.background import BackgroundSaver
 from megazero.checkpoint.store_group import StoreGroup
+from megazero.checkpoint.tagged import TaggedWriter
 from megazero.errors import CheckpointError
 from megazero.sharding import Rectangle
 
@@ -66,6 +70,9 @@ def test_the_values_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.Mo
         for tensor in state.values():
             tensor.mul_(-2).sub_(step)
         own += 10
+    del tensor
+    gone = weakref.ref(state.pop("b"))
+    assert gone() is None, "what is not the state any more is held"
     saver.wait()
     assert not saver.pending and saver.finished() == tmp_path / "step_00000003" and saver.finished() is None
     assert saver._staging._room.data_ptr() == memory
@@ -96,6 +103,52 @@ def test_an_error_is_raised_once_where_the_save_is_waited_for(tmp_path: Path, pa
     saver.save(lambda chunks, state: checkpoints.save(2, chunks, state), [chunk("w", torch.ones(2))], {}, tmp_path)
     saver.wait()
     assert open_checkpoint(tmp_path / "run").step == 2
+
+
+def test_an_interrupted_wait_is_none(tmp_path: Path) -> None:
+    """Control-C while a save is waited for: it is under way still, and the next call waits for it."""
+    saver, waiting, go = BackgroundSaver(CPU), threading.Event(), threading.Event()
+
+    def write(*_: Any) -> Path:
+        assert waiting.wait(60)
+        time.sleep(0.1)  # by then the main thread waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert go.wait(60)
+        time.sleep(0.1)
+        return tmp_path
+
+    saver.save(write, [], {}, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        waiting.set()
+        saver.wait()
+    assert saver.pending
+    go.set()
+    saver.wait()
+    assert saver.finished() == tmp_path and not saver.pending
+
+
+def test_two_engines_of_a_process_save_into_one_directory(tmp_path: Path) -> None:
+    """The second begins while the first is under way, and leaves alone what that has written."""
+    writing, go = threading.Event(), threading.Event()
+
+    def entered() -> torch.Tensor:
+        writing.set()
+        assert go.wait(60)
+        return torch.ones(2)
+
+    def write(tag: str, late: Any) -> Callable:
+        chunks = [("weight", "w", Rectangle((0,), (2,)), (2,), late)]
+        return lambda *_: TaggedWriter(tmp_path).save_as(tag, True, 1, chunks, {}, {})
+
+    first, second = BackgroundSaver(CPU), BackgroundSaver(CPU)
+    first.save(write("first", entered), [], {}, tmp_path)
+    assert writing.wait(60)
+    second.save(write("second", lambda: torch.zeros(2)), [], {}, tmp_path)
+    second._thread.join(0.2)
+    go.set()
+    first.wait()
+    second.wait()
+    assert [float(open_checkpoint(tmp_path / tag).read("weight", "w")[0]) for tag in ("first", "second")] == [1, 0]
 
 
 SCRIPT = """

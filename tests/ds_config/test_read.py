@@ -287,6 +287,17 @@ def test_batch_sizes_that_cannot_be(given, field, words):
             "checkpoint.async_save",
             "would copy to host memory",
         ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "cpu_offload": True,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "x"},
+                }
+            },
+            "zero_optimization.cpu_offload",
+            "and that is nvme",
+        ),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "goes with"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megazero.config import Config
 from megazero.errors import ConfigError, WorldSizeError
@@ -85,8 +87,17 @@ def test_only_the_number_of_processes_makes_a_misfit() -> None:
     assert not isinstance(caught.value, WorldSizeError)
     for misfits in (True, False):
         record = {"first": True, "code": 2, "summary": "…", "misfits": misfits}
-        failure = SimpleNamespace(error_file_data={"megazero": record}, exitcode=2, pid=1)
+        failure = SimpleNamespace(error_file_data={"megazero": record}, exitcode=2, pid=1, timestamp=0)
         assert of_failures({0: failure}).misfits is misfits
+
+
+def test_of_ranks_that_were_killed_the_first_is_named() -> None:
+    """Rank 0 waited for rank 1, say for its part of a save, when that was killed; the agent has killed it later."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=-signal.SIGKILL, error_file="none") for rank in (0, 1)
+    }
+    failures[0].timestamp += 30
+    assert of_failures(failures).message == "rank 1 (process 1) was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(

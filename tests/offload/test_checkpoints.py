@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import megazero
+from megazero.checkpoint import writer
 from megazero.models.config import ModelConfig
 from tests.distributed import runs
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
@@ -19,6 +21,7 @@ from tests.foreign import models
 from tests.offload.choices import CPU, FILES, in_files, nvme
 
 
+@mock.patch.object(writer, "MAX_CHUNK_BYTES", 1024)  # so that matrices are cut into runs of rows
 def steps_of(trees: list[dict[str, Any]], weights: runs.Weights) -> tuple[list[float], list[runs.Piece]]:
     """On every rank: one run of 5 steps, a part of it under each tree, and the state at its end."""
     source, losses, pieces = TokenSource(37, 12), [], []
@@ -52,6 +55,7 @@ def test_of_the_gpt(ranks: Callable, world_size: int, tmp_path: Path) -> None:
         assert all(torch.equal(found[kind][name], value) for name, value in wanted[kind].items())
 
 
+@mock.patch.object(writer, "MAX_CHUNK_BYTES", 64)
 def foreign(ways: list[dict[str, Any]], directory: str | None) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """On every rank: a step under each way, with a checkpoint between two of them where there is a directory for it."""
     results: list[Any] = []

@@ -12,7 +12,7 @@ import megazero
 from megazero.models.config import ModelConfig
 from megazero.optim import host_adamw
 from megazero.zero.offload.formats import Noise, join, round_at_random, split
-from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
+from tests.distributed.runs import TokenSource, assemble, make_engine, pieces_of, random_weights, settings
 from tests.distributed.test_cases import GPT2
 from tests.offload.choices import CPU, PARAMETERS
 
@@ -36,6 +36,17 @@ def test_split_masters_are_the_same_bits() -> None:
     nearest = x.to(torch.bfloat16)
     halves = (x.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(upper[~halves], nearest[~halves])
+
+
+def test_split_masters_are_the_same_bits_after_a_load() -> None:
+    """Values halfway between two of bfloat16 too, of which one in 2^16 is by chance."""
+    weights = random_weights(ModelConfig(**GPT2))
+    for value in weights.values():
+        value.view(torch.int32).bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
+    zero = {"stage": 3, "offload_optimizer": {**CPU, "masters": "split"}, **PARAMETERS}
+    with make_engine(settings(GPT2, zero=zero, train={"precision": "bf16"}), weights) as engine:
+        found = assemble([pieces_of(engine)])["weight"]
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 def test_rounding_at_random_is_right_in_the_mean() -> None:

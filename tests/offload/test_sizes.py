@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megazero.config import Config
 from megazero.errors import ConfigError
-from megazero.host_memory import check_host_memory
+from megazero.host_memory import HostMemory, check_host_memory
 from megazero.models.config import ModelConfig
 from megazero.planner.memory import plan
 from megazero.planner.model_state import stage_buffers
 from megazero.planner.offload import block_shares, moved
 from megazero.zero.offload.settings import Offload
+from megazero.zero.offload.sizes import leaving_blocks
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
 from tests.offload.choices import CPU, FILES, PARAMETERS, in_files, nvme
@@ -100,6 +103,26 @@ def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_p
         assert wanted.files <= host.files
 
 
+def test_host_memory_is_taken_at_once_in_huge_pages_and_not_copied_by_a_fork() -> None:
+    numel, page = 2**22 + 1, 4096
+    memory = HostMemory(torch.device("cpu"))
+    tensor = memory.empty(numel, torch.float32)
+    assert memory.taken == 4 * numel and not tensor.any()
+    blocks = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]
+    spans = [[int(end, 16) for end in block.split(maxsplit=1)[0].split("-")] for block in blocks]
+    (block,) = (b for b, (low, high) in zip(blocks, spans, strict=True) if low <= tensor.data_ptr() < high)
+    kib, kinds = (re.search(rf"(?m)^{name}:(.*)$", block)[1].split() for name in ("Rss", "VmFlags"))
+    assert int(kib[0]) * 1024 >= 4 * numel // page * page
+    assert "wf" in kinds and "sh" not in kinds
+    assert "hg" in kinds or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def test_a_share_is_of_whole_layers() -> None:
+    """0.55 * 100 is a little more than 55."""
+    assert leaving_blocks([5] * 20, Offload(optimizer="cpu", ratio=0.55)) == set(range(9, 20))
+    assert leaving_blocks([0, 10, 10], Offload(optimizer="cpu", ratio=0.75)) == {1, 2}
+
+
 def test_what_does_not_fit_says_so() -> None:
     with pytest.raises(ConfigError, match=r"offload: 20.0 GB of host memory are needed .* and 10.0 GB are available"):
         check_host_memory("offload", 20 * 10**9, "buy some", limit=10 * 10**9)
@@ -122,6 +145,13 @@ def test_masters_of_parameters_that_are_not_bfloat16() -> None:
         ),
         ({"zero": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero.offload_param.device", "use 3"),
         ({"zero": {"stage": 1, "offload_optimizer": {"moments": "bf16"}}}, "zero.offload_optimizer.moments", "needs"),
+        ({"zero": {"stage": 1, "offload_optimizer": {"nvme_path": "x"}}}, "zero.offload_optimizer.nvme_path", "needs"),
+        ({"zero": {"stage": 1, "offload_optimizer": {"ratio": 0.5}}}, "zero.offload_optimizer.ratio", "needs"),
+        (
+            {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "masters": "split"}}},
+            "zero.offload_optimizer.masters",
+            "use zero.offload_param.device cpu",
+        ),
         (
             {
                 "zero": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},

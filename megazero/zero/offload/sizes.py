@@ -60,7 +60,7 @@ def leaving_blocks(sizes: Sequence[int], offload: Offload) -> set[int]:
     first are what the next forward needs first. ``sizes``: elements of each block, 0 of one that is not trained."""
     if offload.optimizer == "none":
         return set()
-    left = offload.ratio * sum(sizes)
+    left = round(offload.ratio * sum(sizes))  # a float's rounding is no reason for one more
     found = set()
     for index in reversed(range(len(sizes))):
         if sizes[index] and left > 0:

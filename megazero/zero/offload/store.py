@@ -64,6 +64,11 @@ class Store:
         """Bytes stored of an element."""
         return sum(dtype.itemsize for dtype in self._fields.values())
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the values are a part of the masters: what is written here is written there."""
+        return self._values is not None and self._masters != "fp32"
+
     def ahead(self) -> None:
         """An update of all of it has been asked for."""
         self._medium.ahead()
