@@ -81,6 +81,8 @@ class ShardedParameter(nn.Parameter):
         if absent and all(getattr(home_of(p), "is_being_built", False) for p in absent):
             home_of(absent[0]).builder.make_whole(absent)
             return func(*args, **kwargs)
+        if absent and _only_reads(func) and all(_lent(parameter) for parameter in absent):
+            return func(*args, **kwargs)
         # Where weights are tied, before there is an engine, libraries read .data for its size alone.
         if func is _Tensor.detach or func == _Tensor.data.__get__ and hasattr(home_of(absent[0]), "duplicate"):
             return _shape_only(absent[0])
@@ -148,6 +150,18 @@ def _parameter_of(values: Any) -> Any:
 
 def _guarded(args: tuple, kwargs: dict, kind: type) -> list[nn.Parameter]:
     return [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)]
+
+
+def _only_reads(func: Any) -> bool:
+    """Whether what it does cannot change the parameter, which would be lost when that is let go."""
+    name = _name(func)
+    return name != "data" and not name.startswith(("__i", "__set")) and (name.startswith("__") or name[-1] != "_")
+
+
+def _lent(parameter: nn.Parameter) -> bool:
+    """Whether a running forward or backward may have it, and then it is there."""
+    home = home_of(parameter)
+    return isinstance(home, InEngine) and home.sharded.lend(home.sharded.unit_of(home.index))
 
 
 def _changes_nothing(func: Any, args: tuple, kwargs: dict) -> bool:

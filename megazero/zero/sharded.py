@@ -169,10 +169,11 @@ class ShardedModel:
         self._unit_of = {block: i for i, unit in enumerate(self.units) for block in unit.blocks}
         self._running: Counter[int] = Counter()  # modules of a unit in the midst of their forward
         self._kept: set[int] = set()  # units whose parameters stay whole to the end of the next backward
+        self._lent: dict[int, None] = {}  # units that graphs of this step use where no module of theirs runs
         self._orders: defaultdict[tuple[str, int], UseOrder] = defaultdict(UseOrder)  # by kind of pass and chunk
         self._chunk, self._evaluating = 0, False
         self._order = self._orders["forward", 0]
-        self.in_backward = self._in_pass = False
+        self.in_backward = self._in_pass = self._in_forward = False
         self._completes = True
         self.uses: Counter[int] = Counter()  # forwards of a unit whose backward is to come
         self._entered = 0  # units in the running forward
@@ -226,7 +227,7 @@ class ShardedModel:
         """A unit is about to be used, in forward or backward: make its parameters whole, and fetch ahead."""
         unit = self.units[index]
         if not self._in_pass:
-            self.begin_pass()
+            self._start_pass()
         self._entered += 1
         if unit.freed and not self.in_backward:
             self._running[index] += 1
@@ -358,11 +359,34 @@ class ShardedModel:
             if in_graph and not self.in_backward:
                 self.uses[unit] += 1  # its gradients are complete when backward ends, not before
             if in_graph and block.sharding.parameters:
-                self._kept.add(unit)
+                self._keep(unit)
             elif block.lent and not block.holders and unit not in self._kept:
                 self._live -= block.layout.numel
                 block.move_out()
             block.lent &= block.holders > 0
+
+    def lend(self, index: int) -> bool:
+        """A unit's parameters are used where no module of it runs: by another module, or by a method or function that
+        calls none. They are whole from here on. False outside of every pass, where that is a mistake.
+
+        [Note: parameters used elsewhere] Nothing says when such a use ends, in forward or backward. So the unit stays
+        whole to the end of the forward and of the backward that follows, is gathered again before every further
+        backward of the step, and its gradients are complete when a backward ends.
+        """
+        if not (self.in_backward or self._in_forward or +self._running):
+            return False
+        if self.in_training_forward:
+            self.uses[index] += 1
+            self._keep(index)
+        running = self._running[index]
+        self.enter(index)
+        self._running[index] = running
+        return True
+
+    def _keep(self, index: int) -> None:
+        self._kept.add(index)
+        if not self.in_backward:
+            self._lent[index] = None
 
     # Passes
 
@@ -373,6 +397,16 @@ class ShardedModel:
         self.begin_pass()
 
     def begin_pass(self) -> None:
+        """The model's own forward is about to run. Modules that are called without it begin a pass by themselves."""
+        self._start_pass()
+        self._in_forward = True
+
+    def abandon_forward(self) -> None:
+        """It ended in an error of the user's."""
+        self._in_pass = self._in_forward = False
+        self._running.clear()
+
+    def _start_pass(self) -> None:
         self._evaluating = not torch.is_grad_enabled()
         self._order = self._orders["evaluation" if self._evaluating else "forward", self._chunk]
         self._order.begin()
@@ -383,7 +417,7 @@ class ShardedModel:
     def end_forward(self) -> None:
         """What was gathered and whose turn to be let go did not come is let go."""
         self._order.end()
-        self._in_pass = False
+        self._in_pass = self._in_forward = False
         if self._reshards_after_forward:
             self._release_chunk()
 
@@ -399,7 +433,23 @@ class ShardedModel:
         self._at = -1
         self._order = self._orders["backward", chunk]
         self._order.begin()
-        self._in_pass = True
+        self._in_pass, self._in_forward = True, False
+        for index in self._lent:
+            if self.units[index].plan.chunk == chunk:
+                self._kept.add(index)
+                self.enter(index)
+
+    def abandon_backward(self) -> None:
+        """It ended in an error, where other ranks need not be: nothing is waited for here. The step's gradients are to
+        be forgotten before the next backward."""
+        self.reduction.abandon()
+        self.in_backward = self._in_pass = False
+        self._kept.clear()
+
+    def end_step(self) -> None:
+        """What the step's forwards have left for backwards is used up."""
+        self.uses.clear()
+        self._lent.clear()
 
     def reduce_in_next_backward(self) -> None:
         """The backward that follows is its chunk's last in the step: it completes the accumulated gradients."""
