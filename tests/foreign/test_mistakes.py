@@ -1,0 +1,280 @@
+"""What a user does wrongly with an engine, or to its model: an error that says what to do instead. One process."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import megazero
+from megazero.errors import ConfigError, LaunchError, MegazeroError
+from megazero.integrations.weights import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from megazero.launch.worker import run_script
+from tests.foreign.test_surface import Net, inputs, net, no_launcher, plain_steps, started, steps
+
+__all__ = ["no_launcher"]  # a fixture of every test here
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+class Agents(nn.Module):
+    """Without a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic, self.scale = net(), net(1), nn.Parameter(torch.ones(()))
+
+
+def frozen() -> Net:
+    model = net()
+    model.first.weight.requires_grad_(False)
+    return model
+
+
+# What initialize is given
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": nn.Sequential(nn.LazyLinear(3))}, "0.weight has no shape yet, .* run the model on one batch first"),
+        ({"model_parameters": net()}, "model_parameters: is a Net; give parameters"),
+        ({"model_parameters": ["first.weight"]}, "model_parameters: group 0 holds a str"),
+        ({"model_parameters": [{"param": []}]}, "group 0 has no params, only param"),
+        ({"model_parameters": [{"params": []}, nn.Parameter(torch.ones(3))]}, "group 1 is no dict"),
+    ],
+)
+def test_arguments_of_other_kinds(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        started(**arguments)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_a_forward(stage: int) -> None:
+    """Its modules are called one by one."""
+    engine, reference = started(Agents(), stage, more=SGD), Agents()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(2):
+        found, wanted = (m.actor(inputs(step)) + 2 * m.critic(inputs(step)) for m in (engine.module, reference))
+        engine.backward(found)
+        engine.step()
+        optimizer.zero_grad()
+        wanted.backward()
+        optimizer.step()
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("stages", [(1, 3), (3, 0)])
+def test_a_model_that_is_in_an_engine(stages: tuple[int, int], capsys: pytest.CaptureFixture) -> None:
+    """The engine before is destroyed, and the model goes on where it was."""
+    model, reference = net(), net()
+    engines = []
+    for stage in stages:
+        engines.append(started(model, stage, more=SGD))
+        plain = plain_steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+        assert steps(engines[-1]) == pytest.approx(plain, rel=1e-6)
+    assert "the model was in an engine, which is destroyed" in capsys.readouterr().out
+    for call in (engines[0].step, lambda: engines[0].save_checkpoint("x"), lambda: engines[0].load_checkpoint("x")):
+        with pytest.raises(MegazeroError, match="the engine was destroyed"):
+            call()
+    with pytest.raises(ConfigError, match="0.first.weight is in the engine of another model; make one model of both"):
+        started(nn.Sequential(model, nn.Linear(1, 1)))
+    with pytest.raises(ConfigError, match="is an engine; give the module in it"):
+        started(engines[1])
+    del engines[:]
+    assert steps(started(model, 2)) == pytest.approx(plain_steps(reference, torch.optim.AdamW(reference.parameters())))
+
+
+# The order of calls
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_micro_step_without_a_backward(stage: int) -> None:
+    engine = started(stage=stage, more={"gradient_accumulation_steps": 2})
+    for _ in range(2):
+        with pytest.raises(MegazeroError, match="step: no backward has been run since the last step"):
+            engine.step()
+        engine.backward(engine(inputs()))
+        engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (1, 2)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the user's")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_backward_that_fails(stage: int) -> None:
+    """Half of its gradients are there: they are used in no step."""
+    engine, reference = started(stage=stage, more=SGD), net()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine(torch.ones(4, 7))
+    engine.module.first.register_forward_hook(lambda module, args, output: Fails.apply(output) if fails else None)
+    fails = True
+    with pytest.raises(ValueError, match="of the user's"):
+        engine.backward(engine(inputs()))
+    fails = False
+    for call in (engine.step, lambda: engine.backward(engine(inputs()))):
+        with pytest.raises(MegazeroError, match=r"ended in an error.*call engine.zero_grad\(\)"):
+            call()
+    engine.zero_grad()
+    plain = plain_steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    assert steps(engine) == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_step_that_cannot_be_whole() -> None:
+    engine = started(more={"gradient_accumulation_steps": 2})
+    for call in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(MegazeroError, match="the iterator ended after 1 of 2 micro-batches"):
+            call(iter([inputs()]))
+    assert engine.micro_steps == 0
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    engine = started(model, optimizer=optimizer, lr_scheduler=scheduler)
+    before = model.second.weight.clone()
+    engine.backward(engine(inputs()))
+    with pytest.raises(MegazeroError, match=r"ReduceLROnPlateau.step.*'metrics'; .* engine.step\(lr_kwargs="):
+        engine.step()
+    assert torch.equal(before, model.second.weight)
+    for metric in (1.0, 2.0):
+        engine.step(lr_kwargs={"metrics": metric})
+        engine.backward(engine(inputs()))
+    assert engine.get_lr() == [pytest.approx(0.01)]
+
+
+# The model since initialize
+
+
+def add(model: Net) -> None:
+    model.more = nn.Linear(1, 1)
+
+
+def replace(model: Net) -> None:
+    model.second.weight = nn.Parameter(torch.ones(1, 8))
+
+
+def freeze(model: Net) -> None:
+    model.second.requires_grad_(False)
+
+
+def train_more(model: Net) -> None:
+    model.first.requires_grad_(True)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (add, "more.weight was added to the model"),
+        (replace, "second.weight was added to the model, or put in another's place"),
+        (freeze, "second.weight was trained when initialize was called, and is not to be now"),
+        (train_more, "first.weight was frozen when initialize was called, and is to be trained now"),
+    ],
+)
+def test_parameters_that_are_others_since_initialize(
+    change: Callable, message: str, stage: int, tmp_path: Path
+) -> None:
+    engine = started(frozen(), stage, more={"steps_per_print": 1})
+    steps(engine, 1)
+    change(engine.module)
+    with pytest.raises(MegazeroError, match=f"{message}.*initialize again"):
+        steps(engine, 1)
+    if change in (add, replace):
+        with pytest.raises(MegazeroError, match=message):
+            engine.save_checkpoint(tmp_path)
+
+
+def test_what_cannot_be_copied() -> None:
+    engine = started()
+    with pytest.raises(MegazeroError, match="an engine cannot be copied"):
+        copy.deepcopy(engine)
+    rank = copy.deepcopy({"local_rank": engine.local_rank})["local_rank"]
+    assert rank == engine.local_rank == 0 and torch.ones(1).to(rank).device == engine.device
+
+
+# Arguments of other functions
+
+
+def test_parameters_by_other_means() -> None:
+    for given, message in (
+        (net(), r"not a Net: give its parameters\(\)"),
+        (net().named_parameters(), r"not a tuple: give parameters\(\), without names"),
+        (["first"], "not a str"),
+    ):
+        with pytest.raises(MegazeroError, match=message):
+            megazero.zero.GatheredParameters(given)
+    with pytest.raises(ConfigError, match="dtype: is 'bf16'; give a dtype of torch's"):
+        megazero.zero.Init(dtype="bf16")
+    with pytest.raises(MegazeroError, match="client_state is a list; give a dict"):
+        started().save_checkpoint("x", client_state=[1])
+
+
+@pytest.mark.parametrize(
+    ("half", "message"),
+    [
+        ("bf16", r"an input is fp32: cast it, by x.to\(torch.bfloat16\) say; buffers keep their dtype, scale"),
+        ("fp16", r"an input is fp32: cast it, by x.to\(torch.float16\) say, or set fp16.auto_cast"),
+    ],
+)
+def test_inputs_in_another_dtype(half: str, message: str) -> None:
+    with pytest.raises(MegazeroError, match=message):
+        started(more={half: {"enabled": True}})(inputs())
+
+
+def test_modules_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for command, message in ((["-m"], "give the module"), (["-m", "no.such"], "there is no module 'no.such'")):
+        with pytest.raises(LaunchError, match=message):
+            run_script(command)
+
+
+# Weights of a checkpoint
+
+
+def test_weights_of_a_checkpoint_without_what_was_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started(frozen(), 2)
+    steps(engine, 1)
+    engine.save_checkpoint(tmp_path, "all")
+    engine.save_checkpoint(tmp_path, "trained", exclude_frozen_parameters=True)
+    wanted = engine.module.state_dict()
+    wanted.pop("first.weight")
+    script = [str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out"), "--exclude_frozen_parameters"]
+    monkeypatch.setattr(sys, "argv", [*script, "--tag", "all", "-d"])
+    runpy.run_path(script[0], run_name="__main__")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "2", tag="trained", exclude_frozen_parameters=True)
+    for found in (
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, "all", exclude_frozen_parameters=True),
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, "trained", exclude_frozen_parameters=True),
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(tmp_path / "2" / "model.safetensors"),
+    ):
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert len(get_fp32_state_dict_from_zero_checkpoint(tmp_path, "all")) == 4
+    with pytest.raises(MegazeroError, match="was saved without its 1 frozen parameters"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, "trained")
+    other = net(5)
+    other.second = nn.Linear(8, 2, bias=False)
+    before = other.first.weight.clone()
+    with pytest.raises(MegazeroError, match=r"holds second.weight in the shape \[1, 8\]"):
+        load_state_dict_from_zero_checkpoint(other, tmp_path, "all")
+    assert torch.equal(other.first.weight, before)
