@@ -19,6 +19,7 @@ from megazero.foreign.checks import check_loss, check_no_others, check_parameter
 from megazero.foreign.data import cast_floats, loss_of, next_of
 from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
+from megazero.foreign.names import EngineNames
 from megazero.foreign.optimizer import ShardOptimizer
 from megazero.foreign.rank import LocalRank
 from megazero.foreign.release import release_module
@@ -30,7 +31,7 @@ from megazero.zero.partial import GradientNorm, PartialSums
 from megazero.zero.sharded import ShardedModel
 
 
-class ZeroEngine(WeightExport, nn.Module):
+class ZeroEngine(WeightExport, EngineNames, nn.Module):
     """A user's module under ZeRO. Every rank makes the same calls in the same order.
 
     ``engine(x)`` runs the module, ``engine.backward(loss)`` its backward, ``engine.step()`` updates the parameters at
@@ -75,6 +76,7 @@ class ZeroEngine(WeightExport, nn.Module):
         self._own_batches: Iterator[Any] | None = None
         self._destroyed = self._failed = False
         self._has_backward = False  # since the last micro-step
+        self._applied = False
         sharded.hooks.append(module.register_forward_pre_hook(Hook(self._begin_pass), prepend=True))
         sharded.hooks.append(module.register_forward_hook(Hook(self._end_pass)))
         sharded.gather()
@@ -86,7 +88,11 @@ class ZeroEngine(WeightExport, nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(super().__getattr__("module"), name)
+        module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(f"neither the engine nor {type(module).__name__} has {name}", name=name) from error
 
     def __reduce_ex__(self, protocol: int) -> NoReturn:
         raise MegazeroError(
@@ -96,6 +102,8 @@ class ZeroEngine(WeightExport, nn.Module):
     # The loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or self.sharded.sharding.parameters:
+            self._check_alive("forward")
         if self.ds_config.precision.auto_cast:
             args, kwargs = cast_floats((args, kwargs), self.ds_config.precision.dtype)
         with self.reports.timed("forward"):
@@ -150,7 +158,10 @@ class ZeroEngine(WeightExport, nn.Module):
 
     def _check_alive(self, what: str) -> None:
         if self._destroyed:
-            raise MegazeroError(f"{what}: the engine was destroyed; make another of the module with initialize")
+            raise MegazeroError(
+                f"{what}: the engine was destroyed; make another of the module with initialize (where that is "
+                "transformers' Trainer, a new one: each trains once)"
+            )
 
     def _check_not_failed(self, what: str) -> None:
         if self._failed:
@@ -164,6 +175,7 @@ class ZeroEngine(WeightExport, nn.Module):
         boundary = self.is_gradient_accumulation_boundary()
         with self.reports.timed("step"):
             self._check_step(boundary)
+            self._applied = False
             if boundary:
                 self._update(lr_kwargs or {})
             self.micro_steps += 1
@@ -223,6 +235,7 @@ class ZeroEngine(WeightExport, nn.Module):
             self._last_norm = norm
         self.global_steps += 1
         self.global_samples += self.ds_config.train_batch_size
+        self._applied = not overflow
         self.optimizer.overflow = overflow  # accelerate asks it whether the step was skipped
         if overflow:
             self.skipped_steps += 1
@@ -433,30 +446,6 @@ class ZeroEngine(WeightExport, nn.Module):
         for parameter in self.module.parameters():
             parameter.grad = None
         self._loss = torch.zeros_like(self._loss)
-
-    def train_batch_size(self) -> int:
-        return self.ds_config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.ds_config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.ds_config.gradient_accumulation_steps
-
-    def gradient_clipping(self) -> float:
-        return self.ds_config.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.sharded.settings.stage
-
-    def zero_optimization(self) -> bool:
-        return self.sharded.settings.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        return self.loss_scaler.half
-
-    def bfloat16_enabled(self) -> bool:
-        return self.ds_config.precision.dtype == torch.bfloat16
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **options: Any

@@ -27,6 +27,7 @@ from megazero.zero.flat import FlatLayout, buckets, optimizer_group
 from megazero.zero.gathering import Gathering
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
+from megazero.zero.loans import Loans
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import shares_of
 from megazero.zero.offload.tier import Tier, TierMaker, claim_tier
@@ -90,7 +91,7 @@ class _Unit:
         return sum(block.layout.numel for block in self.freed)
 
 
-class ShardedModel:
+class ShardedModel(Loans):
     """The blocks of one rank's model and the data-parallel collectives on them.
 
     It is driven by passes: ``begin_forward``, the hooks of zero.hooks as modules run, ``end_forward``;
@@ -246,7 +247,9 @@ class ShardedModel:
         if not self.in_backward and self.units[index].freed:
             raise MegazeroError(
                 f"backward came to {self.units[index].plan.name}, whose parameters are cut over the ranks (stage 3), "
-                "but not from engine.backward: call engine.backward(loss) instead of loss.backward() or autograd.grad"
+                "but not from its engine's backward: call engine.backward(loss) instead of loss.backward() or "
+                "autograd.grad. Where a loss leads through the models of two engines, make one model of both, or use "
+                "stage 2"
             )
         if self.in_backward and index != self._at and index not in self._passed:
             self._at = index
@@ -332,61 +335,6 @@ class ShardedModel:
     def unit_of(self, block: int) -> int:
         """The unit that a block belongs to."""
         return self._unit_of[block]
-
-    # Parameters on loan, outside the modules that use them
-
-    def hold(self, indices: Sequence[int], what: str) -> None:
-        """Make blocks whole, and keep them so whatever passes do, until ``let_go``. ``what``: a name for the user."""
-        blocks = [self.blocks[i] for i in indices]
-        stale = [block for block in blocks if block.state is State.SHARDED]
-        if stale:
-            if self.groups.agreement is not None:
-                self.groups.agreement.on(what)
-            self._gathering.issue(stale, self.in_backward)
-        for block in stale:
-            block.lent = block.sharding.parameters
-            self._live += block.layout.numel if block.lent else 0
-        for block in blocks:
-            block.use()
-            block.holders += 1
-
-    def let_go(self, indices: Sequence[int]) -> None:
-        """The end of a ``hold``. What a running forward has used stays whole for its backward."""
-        for i in indices:
-            block, unit = self.blocks[i], self._unit_of[i]
-            block.holders -= 1
-            in_graph = self._in_pass and torch.is_grad_enabled() and not self._running[unit]
-            if in_graph and not self.in_backward:
-                self.uses[unit] += 1  # its gradients are complete when backward ends, not before
-            if in_graph and block.sharding.parameters:
-                self._keep(unit)
-            elif block.lent and not block.holders and unit not in self._kept:
-                self._live -= block.layout.numel
-                block.move_out()
-            block.lent &= block.holders > 0
-
-    def lend(self, index: int) -> bool:
-        """A unit's parameters are used where no module of it runs: by another module, or by a method or function that
-        calls none. They are whole from here on. False outside of every pass, where that is a mistake.
-
-        [Note: parameters used elsewhere] Nothing says when such a use ends, in forward or backward. So the unit stays
-        whole to the end of the forward and of the backward that follows, is gathered again before every further
-        backward of the step, and its gradients are complete when a backward ends.
-        """
-        if not (self.in_backward or self._in_forward or +self._running):
-            return False
-        if self.in_training_forward:
-            self.uses[index] += 1
-            self._keep(index)
-        running = self._running[index]
-        self.enter(index)
-        self._running[index] = running
-        return True
-
-    def _keep(self, index: int) -> None:
-        self._kept.add(index)
-        if not self.in_backward:
-            self._lent[index] = None
 
     # Passes
 

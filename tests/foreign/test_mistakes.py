@@ -86,14 +86,21 @@ def test_a_model_that_is_in_an_engine(stages: tuple[int, int], capsys: pytest.Ca
         plain = plain_steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
         assert steps(engines[-1]) == pytest.approx(plain, rel=1e-6)
     assert "the model was in an engine, which is destroyed" in capsys.readouterr().out
-    for call in (engines[0].step, lambda: engines[0].save_checkpoint("x"), lambda: engines[0].load_checkpoint("x")):
+    gone = engines[0]
+    for call in (
+        lambda: gone(inputs()),
+        gone.step,
+        lambda: gone.save_checkpoint("x"),
+        lambda: gone.load_checkpoint("x"),
+    ):
         with pytest.raises(MegazeroError, match="the engine was destroyed"):
             call()
     with pytest.raises(ConfigError, match="0.first.weight is in the engine of another model; make one model of both"):
         started(nn.Sequential(model, nn.Linear(1, 1)))
     with pytest.raises(ConfigError, match="is an engine; give the module in it"):
         started(engines[1])
-    del engines[:]
+    engines.clear()
+    gone = None  # nobody keeps an engine
     assert steps(started(model, 2)) == pytest.approx(plain_steps(reference, torch.optim.AdamW(reference.parameters())))
 
 
@@ -109,6 +116,10 @@ def test_a_micro_step_without_a_backward(stage: int) -> None:
         engine.backward(engine(inputs()))
         engine.step()
     assert (engine.global_steps, engine.micro_steps) == (1, 2)
+    assert engine.was_step_applied() and engine.get_batch_info() == (8, 4, 2)
+    assert engine.get_mom() == [(0.9, 0.999)] and not engine.dynamic_loss_scale()
+    with pytest.raises(AttributeError, match="neither the engine nor Net has set_train_batch_size"):
+        engine.set_train_batch_size(3)
 
 
 class Fails(torch.autograd.Function):
@@ -138,6 +149,13 @@ def test_a_backward_that_fails(stage: int) -> None:
     engine.zero_grad()
     plain = plain_steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     assert steps(engine) == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_loss_through_two_engines() -> None:
+    """Where stage 3 has cut the second one's parameters, and its engine knows nothing of the backward."""
+    first, second = (started(nn.Linear(6, 6), stage=3) for _ in range(2))
+    with pytest.raises(MegazeroError, match="leads through the models of two engines, make one model of both"):
+        first.backward(second(first(inputs())).mean())
 
 
 def test_a_step_that_cannot_be_whole() -> None:
