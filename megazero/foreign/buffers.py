@@ -29,9 +29,12 @@ def move_buffers(model: nn.Module, device: torch.device, dp: DataParallel, dtype
                 )
             if buffer not in moved:
                 kept = dtype is None or not buffer.is_floating_point()
-                value = moved[buffer] = buffer.to(device, buffer.dtype if kept else dtype).contiguous()
-                if dp.whole.size > 1 and value.numel():
-                    dp.whole.broadcast(value)
+                value = buffer.to(device, buffer.dtype if kept else dtype)
+                if value.layout is torch.strided:  # a sparse one stays what this rank has made
+                    value = value.contiguous()
+                    if dp.whole.size > 1 and value.numel():
+                        dp.whole.broadcast(value)
+                moved[buffer] = value
             setattr(module, own, moved[buffer])
 
 

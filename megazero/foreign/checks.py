@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megazero.errors import MegazeroError
+from megazero.foreign.optimizer import ShardOptimizer
 from megazero.zero.sharded import ShardedModel
 
 _AGAIN = "call engine.destroy() and then initialize again"
@@ -48,6 +49,15 @@ def check_parameters(sharded: ShardedModel, at_step: bool) -> None:
                         f"{entry.name} was {was} when initialize was called, and {told} now; set requires_grad before "
                         f"that, or {_AGAIN}"
                     )
+
+
+def check_groups(optimizer: ShardOptimizer) -> None:
+    """MegazeroError where the user has added a group to the optimizer, whose parameters no step would change."""
+    if len(optimizer.optimizer.param_groups) != len(optimizer.parts):
+        raise MegazeroError(
+            "the optimizer has a parameter group that it did not have when initialize was called; give all of them "
+            f"there, or {_AGAIN}"
+        )
 
 
 def check_no_others(module: nn.Module, sharded: ShardedModel) -> None:

@@ -15,7 +15,7 @@ from megazero.ds_config import DsConfig
 from megazero.errors import DivergenceError, MegazeroError
 from megazero.foreign.buffers import about_dtypes
 from megazero.foreign.checkpoint import EngineCheckpoints
-from megazero.foreign.checks import check_loss, check_no_others, check_parameters, check_scheduler
+from megazero.foreign.checks import check_groups, check_loss, check_no_others, check_parameters, check_scheduler
 from megazero.foreign.data import cast_floats, loss_of, next_of
 from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
@@ -189,6 +189,7 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
             self._check_not_failed("step")
             if boundary:
                 check_parameters(self.sharded, at_step=True)
+                check_groups(self.shard_optimizer)
         # What was made may have been forgotten since.
         if not self._has_backward or boundary and not any(block.has_grad for block in self.sharded.trained):
             raise MegazeroError("step: no backward has been run since the last step; call engine.backward(loss) first")

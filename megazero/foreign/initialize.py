@@ -79,6 +79,9 @@ def initialize(
     groups = parameter_groups(model, optimizer, model_parameters)
     chosen, messages = choose_optimizer(ds, optimizer, groups)
     messages += _leave_earlier_engine(model)
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        messages.append("the model has gradients, which are forgotten")
+        model.zero_grad()
     loader = make_loader(training_data, ds, topology, collate_fn)
     reports = Reports(ds, topology)
     messages += _said(model, ds)
@@ -113,6 +116,21 @@ def _check_model(model: Any) -> None:
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(value):
             told = f"{name} has no shape yet, as its module is a lazy one; run the model on one batch first"
+            raise ConfigError.single("model", told)
+    places: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or home_of(parameter) is not None:
+            continue
+        told = None
+        if parameter.is_complex():
+            told = f"{name} is {parameter.dtype}, and is trained in float32; keep it as torch.view_as_real of it"
+        elif parameter.is_inference():
+            told = f"{name} was made under torch.inference_mode, where nothing can be trained; make the model outside"
+        elif parameter.numel() and not parameter.is_meta and parameter.layout is torch.strided:
+            other = places.setdefault(parameter.data_ptr(), name)
+            if other != name:  # an update would part them
+                told = f"{other} and {name} are two parameters in one place in memory; let one module have the other's"
+        if told is not None:
             raise ConfigError.single("model", told)
 
 

@@ -22,6 +22,7 @@ from megazero.integrations.weights import (
     load_state_dict_from_zero_checkpoint,
 )
 from megazero.launch.worker import run_script
+from megazero.zero.homes import home_of
 from tests.foreign.test_surface import Net, inputs, net, no_launcher, plain_steps, started, steps
 
 __all__ = ["no_launcher"]  # a fixture of every test here
@@ -37,6 +38,23 @@ class Agents(nn.Module):
         self.actor, self.critic, self.scale = net(), net(1), nn.Parameter(torch.ones(()))
 
 
+def in_one_place() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def of_complex_numbers() -> Net:
+    model = net()
+    model.turns = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return model
+
+
+@torch.inference_mode()
+def without_versions() -> Net:
+    return net()
+
+
 def frozen() -> Net:
     model = net()
     model.first.weight.requires_grad_(False)
@@ -50,6 +68,9 @@ def frozen() -> Net:
     ("arguments", "message"),
     [
         ({"model": nn.Sequential(nn.LazyLinear(3))}, "0.weight has no shape yet, .* run the model on one batch first"),
+        ({"model": in_one_place()}, "0.weight and 1.weight are two parameters in one place"),
+        ({"model": of_complex_numbers()}, "turns is torch.complex64, .* keep it as torch.view_as_real of it"),
+        ({"model": without_versions()}, "first.weight was made under torch.inference_mode"),
         ({"model_parameters": net()}, "model_parameters: is a Net; give parameters"),
         ({"model_parameters": ["first.weight"]}, "model_parameters: group 0 holds a str"),
         ({"model_parameters": [{"param": []}]}, "group 0 has no params, only param"),
@@ -74,6 +95,19 @@ def test_a_model_without_a_forward(stage: int) -> None:
         wanted.backward()
         optimizer.step()
         assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_what_a_model_may_bring(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Gradients of its own, which are of no step here; a sparse buffer, which a file cannot hold."""
+    model = net()
+    model.register_buffer("graph", torch.eye(6).to_sparse())
+    model(inputs(5)).backward()
+    engine, reference = started(model, 2, more=SGD), net()
+    assert "the model has gradients, which are forgotten" in capsys.readouterr().out
+    plain = plain_steps(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    assert steps(engine) == pytest.approx(plain, rel=1e-6) and model.graph.is_sparse
+    with pytest.raises(MegazeroError, match="buffer graph: .* register it with persistent=False"):
+        engine.save_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("stages", [(1, 3), (3, 0)])
@@ -194,6 +228,10 @@ def freeze(model: Net) -> None:
     model.second.requires_grad_(False)
 
 
+def add_group(model: Net) -> None:
+    home_of(model.second.weight).engine().optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
 def train_more(model: Net) -> None:
     model.first.requires_grad_(True)
 
@@ -205,6 +243,7 @@ def train_more(model: Net) -> None:
         (add, "more.weight was added to the model"),
         (replace, "second.weight was added to the model, or put in another's place"),
         (freeze, "second.weight was trained when initialize was called, and is not to be now"),
+        (add_group, "the optimizer has a parameter group that it did not have"),
         (train_more, "first.weight was frozen when initialize was called, and is to be trained now"),
     ],
 )
