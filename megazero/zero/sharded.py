@@ -307,6 +307,12 @@ class ShardedModel(Loans):
         for block in self.units[index].freed:
             if block.state is State.SHARDED or block.holders or index in self._kept:
                 continue
+            if (name := block.changed()) is not None:
+                raise MegazeroError(
+                    f"{name} was changed in place while a module ran (by max_norm of an embedding, say), which stage "
+                    "3 would lose: change it between steps, `with GatheredParameters(parameter, modifier_rank=0):`, or "
+                    "use stage 2"
+                )
             self._keep_local_copy(block)
             self._live -= block.layout.numel
             block.release()

@@ -260,6 +260,28 @@ def test_parameters_that_are_others_since_initialize(
             engine.save_checkpoint(tmp_path)
 
 
+class Clamps(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [Clamps(6, 6), nn.Sequential(nn.Embedding(5, 6, max_norm=0.5), nn.Linear(6, 6))])
+def test_weights_that_a_forward_changes(layer: nn.Module) -> None:
+    """In the copy that stage 3 lets go of; elsewhere they stay changed."""
+    given = inputs() if isinstance(layer, Clamps) else torch.tensor([1, 2])
+    before = copy.deepcopy(layer.state_dict())
+    engine = started(layer, 1)
+    engine.backward(engine(given).square().mean())
+    engine.step()
+    assert any(float((value - before[name]).abs().max()) > 0.01 for name, value in layer.state_dict().items())
+    layer.load_state_dict(before)
+    engine = started(layer, 3)
+    with pytest.raises(MegazeroError, match="weight was changed in place while a module ran.*use stage 2"):
+        engine(given)
+
+
 def test_what_cannot_be_copied() -> None:
     engine = started()
     with pytest.raises(MegazeroError, match="an engine cannot be copied"):
