@@ -203,7 +203,7 @@ class Elsewhere(Parts):
             x = x + each(x)
         x = self.parts[0].forward(x)
         x = checkpoint(lambda x: F.linear(x, self.other.weight, self.normed.bias), x, use_reentrant=False)
-        x = x + sum(self.two(x)) + self.two.sine(x)
+        x = x + sum(self.two(x)) + self.two.sine(x).mul_(self.parts[1][2].bias)
         return x.square().mean() + self.parts[1][0].weight.detach().norm() * self.parts[2][0].bias.square().sum()
 
 
