@@ -38,6 +38,7 @@ from tests.foreign.pipe_models import (
     trained,
 )
 from tests.foreign.test_engine import check
+from tests.foreign.test_mistakes import Fails
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -236,6 +237,26 @@ def test_batches_by_other_means() -> None:
     with pytest.raises(MegazeroError, match="set_batch_fn: takes a function of a batch, not a list"):
         engine.set_batch_fn(given)
     assert engine.grid.get_data_parallel_group() is None
+
+
+def test_a_step_that_fails() -> None:
+    given = list(itertools.islice(pipe_models.batches(0, 1, 3), 3))
+    reference, engine = (start(layers, 1, settings(2)) for _ in range(2))
+    calls = []
+
+    def fails_once(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(outputs)
+        loss = pipe_models.loss_fn(outputs, labels)
+        return Fails.apply(loss) if len(calls) == 2 else loss
+
+    engine.module.loss_fn = fails_once
+    with pytest.raises(ValueError, match="of the user's"):
+        engine.train_batch(iter(given))
+    with pytest.raises(MegazeroError, match=r"ended in an error.*call engine.zero_grad\(\)"):
+        engine.train_batch(iter(given))
+    engine.zero_grad()
+    for _ in range(2):
+        assert float(engine.train_batch(iter(given))) == float(reference.train_batch(iter(given)))
 
 
 def test_seeds_are_what_any_library_takes() -> None:

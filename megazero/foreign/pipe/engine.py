@@ -100,9 +100,12 @@ class PipelineEngine(ZeroEngine):
         self.module.train()
         self.stage.begin(self.loss_scaler.value / count)
         with self.reports.timed("forward and backward"):
-            self._failed = True  # until it has ended well
-            self._executor.run(self._schedules.training(count), micro_batches, _ignored)
-            self._failed = False
+            try:
+                self._executor.run(self._schedules.training(count), micro_batches, _ignored)
+            except BaseException:
+                self.sharded.abandon_backward()
+                self._failed = True
+                raise
         self.module.check_strangers()
         self._loss = self._mean(self.stage.losses)
         with self.reports.timed("step"):
