@@ -88,7 +88,8 @@ def chunk_key(kind: str, name: str, box: Rectangle) -> str:
 def uncovered(box: Rectangle, by: Iterable[Rectangle]) -> list[Rectangle]:
     """What is left of a box after taking these boxes out of it, as disjoint boxes."""
     left = [box] if box.numel else []
-    for hole in by:
+    # In order, so that what is left stays a few boxes: ranks' slices come in any.
+    for hole in sorted(by, key=lambda hole: hole.offsets):
         if not left:
             break
         left = [rest for piece in left for rest in _subtract(piece, hole)]

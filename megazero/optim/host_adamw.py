@@ -1,15 +1,16 @@
 """Adam and AdamW for state in host memory: torch's fused CPU kernels, piece by piece, in a thread; in another one, new
 values on their way to the device.
 
-[Note: pieces] A piece (`buffer_size` elements) is small enough that what one operation leaves of it in the cores'
-caches is there for the next: the gradient's conversion, the kernel, and the copy into the parameters' dtype pass over
-memory once. Pieces are multiples of the alignment, so that the kernel's vectors cut no piece otherwise than the whole:
-the results are the same bits.
+[Note: pieces and strips] Pieces (`buffer_size` elements) are what is read, written and sent as one. Where state is kept
+in fewer bits, a piece is worked on in strips, so small that what one operation leaves of them in the cores' caches is
+there for the next: conversions and the kernel between them pass over memory once. Float32 state has one operation or
+two, and fewer of them hold the main thread up less. Both are multiples of the alignment, so that the kernel's vectors
+cut nothing otherwise than the whole: the results are the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from megazero.zero.block import Block
 from megazero.zero.offload.link import ARRIVED, Arrival
 from megazero.zero.offload.store import Working
 from megazero.zero.offload.tier import Tier
+
+STRIP = 2**17
+"""Elements of a strip for each thread: five float32 tensors of so many are a little more than a core's second cache."""
 
 
 class Options(NamedTuple):
@@ -85,7 +89,7 @@ class HostAdam:
 
     def _update(self, block: Block, targets: Sequence[Target], scalars: Sent) -> list[Future[Arrival]]:
         scalars.arrival.wait_on_host()
-        scale, skip, _ = scalars.values.tolist()
+        skip = bool(scalars.values[1])
         handed: list[Future[Arrival]] = []
         if skip or not targets:  # of a block whose last slice is padding, a rank may own no more than that
             if block.store is not None:
@@ -97,18 +101,19 @@ class HostAdam:
             grad = block.host_grad.there()
         numel, size = block.owned[1] - block.owned[0], self._tier.settings.buffer_size
         counts = [scalars.values[2] if target.count is None else target.count.add_(1) for target in targets]
-        step = float(counts[0])
+        strip, step = size if block.store is None else STRIP * self._tier.threads, float(counts[0])
         for start in range(0, numel, size):
             end = min(start + size, numel)
-            with meter.timed("files"):
-                working = _state_of(block, start, end)
+            if block.store is not None:
+                with meter.timed("files"):
+                    block.store.open(start, end)
             with meter.timed("update"):
-                for target, count in zip(targets, counts, strict=True):
-                    low, high = max(start, target.start), min(end, target.end)
-                    if low < high:
-                        part = self._gradient(grad[low:high], scale, scalars.divides)
-                        _kernel([values[low - start : high - start] for values in working], part, target.options, count)
-                values = working.master if block.store is None else block.store.store(working, start, end, step)
+                for low in range(start, end, strip):
+                    working = _working(block, low, min(low + strip, end))
+                    self._change(working, low, grad, zip(targets, counts, strict=True), scalars)
+                    if block.store is not None:
+                        block.store.keep(working, low, low + working.master.numel(), step)
+                values = block.master[start:end] if block.store is None else block.store.new_values()
                 stored = 12 if block.store is None else block.store.itemsize
                 meter.touched += (end - start) * (2 * stored + grad.itemsize + 2 * block.values.itemsize)
             if values is not None and block.values is not block.master:
@@ -119,6 +124,23 @@ class HostAdam:
                 with meter.timed("files"):
                     block.store.done(start, changed=True)
         return handed
+
+    def _change(
+        self,
+        state: Working,
+        start: int,
+        grad: torch.Tensor,
+        targets: Iterable[tuple[Target, torch.Tensor]],
+        scalars: Sent,
+    ) -> None:
+        """What each group has of a strip that begins at ``start`` of the block's owned range. ``targets``: with their
+        counters."""
+        end = start + state.master.numel()
+        for target, count in targets:
+            first, last = max(start, target.start), min(end, target.end)
+            if first < last:
+                part = self._gradient(grad[first:last], float(scalars.values[0]), scalars.divides)
+                _kernel([values[first - start : last - start] for values in state], part, target.options, count)
 
     def _gradient(self, grad: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:
         """In float32, scaled."""
@@ -151,9 +173,9 @@ def _settle(done: Future[Arrival], handed: Sequence[Future[Arrival]]) -> None:
         done.set_result(arrivals[-1] if arrivals else ARRIVED)
 
 
-def _state_of(block: Block, start: int, end: int) -> Working:
+def _working(block: Block, start: int, end: int) -> Working:
     if block.store is not None:
-        return block.store.open(start, end)
+        return block.store.working(start, end)
     kept = block.optimizer_state
     return Working(block.master[start:end], kept["exp_avg"][start:end], kept["exp_avg_sq"][start:end])
 

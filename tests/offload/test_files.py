@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ from torch import nn
 import megazero
 from megazero.checkpoint import newest, open_checkpoint
 from megazero.errors import OffloadError
+from megazero.host_memory import HostMemory
 from megazero.models.config import ModelConfig
 from megazero.zero.offload.files import PAGE, StateFile
+from megazero.zero.offload.media import Disk, OnDisk
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
 from tests.offload.choices import nvme
@@ -48,6 +51,22 @@ def test_36_tensors_of_any_size(tmp_path: Path) -> None:
         engine.destroy()
     assert all(map(torch.equal, *weights))
     assert not torch.equal(weights[0][0], Sizes().large)
+
+
+def test_any_part_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    fields, numel, rng = {"weight": torch.float32, "exp_avg": torch.bfloat16}, 5000, random.Random(3)
+    disk = Disk(str(tmp_path), HostMemory(torch.device("cpu")), 2, 1 << 14, 1 << 16, ahead=True, behind=True)
+    stored = OnDisk(disk, fields, numel, piece=2048)
+    wanted = {name: torch.zeros(numel, dtype=dtype) for name, dtype in fields.items()}
+    for name in fields:
+        stored.write(name, 0, wanted[name])
+    for size in (1, 2, 1023, 1024, 1025, 2048, 4096, numel, *(rng.randrange(1, numel) for _ in range(40))):
+        name, start = rng.choice(list(fields)), rng.randrange(numel - size + 1)
+        values = torch.randn(size).to(fields[name])
+        stored.write(name, start, values)
+        wanted[name][start : start + size] = values
+        assert all(torch.equal(stored.read(name, 0, numel), wanted[name]) for name in fields), (name, start, size)
+    disk.close()
 
 
 def test_two_jobs_in_one_directory_and_one_that_was_killed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import megazero
 from megazero.models.config import ModelConfig
+from megazero.optim import host_adamw
 from megazero.zero.offload.formats import Noise, join, round_at_random, split
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
@@ -55,15 +57,15 @@ def test_rounding_at_random_is_right_in_the_mean() -> None:
     assert 0.45 < float(share) < 0.55
 
 
-def losses(fields: dict[str, Any], micro: int) -> torch.Tensor:
+def losses(fields: dict[str, Any], micro: int, steps: int = 100, **train: Any) -> torch.Tensor:
     """Of 100 steps in bfloat16 that end near a fifth of the first loss."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": fields}
     tree = settings(GPT2, zero=zero | (PARAMETERS if fields else {}))
-    tree["train"] |= {"precision": "bf16", "micro_batch_size": micro, "steps": 100}
+    tree["train"] |= {"precision": "bf16", "micro_batch_size": micro, "steps": 100} | train
     tree["optimizer"] |= {"lr": 3e-3, "betas": [0.9, 0.999], "schedule": "constant"}
     source = TokenSource(37, 12, samples=16)
     with make_engine(tree, random_weights(ModelConfig(**GPT2))) as engine:
-        return torch.tensor([float(engine.train_batch(source).loss) for _ in range(100)])
+        return torch.tensor([float(engine.train_batch(source).loss) for _ in range(steps)])
 
 
 def test_runs_in_fewer_bits_stay_near() -> None:
@@ -76,6 +78,17 @@ def test_runs_in_fewer_bits_stay_near() -> None:
         far = (losses({**CPU, **state}, 4) - plain).abs()
         assert state != {"masters": "split"} or not far[:10].any()
         assert far.median() <= share * band.median() and far.max() <= 2 * band.max(), (state, far)
+
+
+def test_strips_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Blocks of some 8,000 elements in pieces of 4,096, whole or in strips of 192 that divide neither."""
+    files = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for fields in ({}, BOTH, {"masters": "split", "moments": "bf16"}, {**files, "moments": "bf16"}):
+        found = []
+        for strip in (1 << 17, 64):
+            monkeypatch.setattr(host_adamw, "STRIP", strip)
+            found.append(losses({**CPU, "buffer_size": 4096, "threads": 3, **fields}, 4, steps=6, grad_dtype="bf16"))
+        assert torch.equal(*found), fields
 
 
 def test_a_foreign_model_s_parameters_are_rounded_anew_at_each_step() -> None:

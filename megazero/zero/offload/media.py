@@ -191,18 +191,24 @@ class OnDisk:
 
     def read(self, name: str, start: int, end: int) -> torch.Tensor:
         values = torch.empty(end - start, dtype=self._fields[name])
-        for first, last, pages, _, part in self._parts(name, start, end):
+        for first, last, pages, offset, part in self._parts(name, start, end):
+            self._disk.file.read(pages, offset)
             values[first:last] = pages[part].view(values.dtype)
         return values
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         for first, last, pages, offset, part in self._parts(name, start, start + values.numel()):
+            # Of what is not replaced, the file has to be asked only for the rest of the first and the last page.
+            if part.start:
+                self._disk.file.read(pages[:PAGE], offset)
+            if part.stop < pages.numel():
+                self._disk.file.read(pages[-PAGE:], offset + pages.numel() - PAGE)
             pages[part].view(values.dtype).copy_(values[first:last])
             self._disk.file.write(pages, offset)
 
     def _parts(self, name: str, start: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, slice]]:
-        """Of each piece, elements [first, last) counted from ``start``: the pages that hold them, as they are in the
-        file, the offset of those, and which of their bytes are meant."""
+        """Of each piece, elements [first, last) counted from ``start``: room for the pages that hold them, the offset
+        of those in the file, and which of their bytes are meant."""
         itemsize = self._fields[name].itemsize
         for at in range(start // self._piece * self._piece, end, self._piece):
             low, high = max(start, at), min(end, at + self._piece)
@@ -212,5 +218,4 @@ class OnDisk:
             first, last = place + (low - at) * itemsize, place + (high - at) * itemsize
             offset = first // PAGE * PAGE
             pages = self._disk.memory.empty(-(-(last - offset) // PAGE) * PAGE, torch.uint8)
-            self._disk.file.read(pages, offset)
             yield low - start, high - start, pages, offset, slice(first - offset, last - offset)

@@ -56,7 +56,8 @@ class Store:
             self._medium = OnDisk(tier.disk, self._fields, numel, self.piece)
         else:
             self._medium = InMemory(tier.memory, self._fields, numel)
-        self._open: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        self._start = self._end = 0
 
     @property
     def itemsize(self) -> int:
@@ -67,14 +68,22 @@ class Store:
         """An update of all of it has been asked for."""
         self._medium.ahead()
 
-    def open(self, start: int, end: int) -> Working:
-        """The next piece of an update."""
-        views = self._open = self._medium.fetch(start, end)
+    def open(self, start: int, end: int) -> None:
+        """Fetch the next piece of an update."""
+        self._start, self._end = start, end
+        self._views = self._medium.fetch(start, end)
+
+    def working(self, start: int, end: int) -> Working:
+        """float32 state of a part of that."""
+        views = self._part(start, end)
         moments = [
             views[name] if views[name].dtype == torch.float32 else self._scratch(name, end - start).copy_(views[name])
             for name in MOMENTS
         ]
         return Working(self._master(views, start, end), *moments)
+
+    def _part(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        return {name: view[start - self._start : end - self._start] for name, view in self._views.items()}
 
     def _master(self, views: dict[str, torch.Tensor], start: int, end: int) -> torch.Tensor:
         if self._masters == "fp32":
@@ -91,28 +100,31 @@ class Store:
     def _scratch(self, name: str, numel: int) -> torch.Tensor:
         return self._tier.scratch(name, numel)
 
-    def store(self, working: Working, start: int, end: int, step: float) -> torch.Tensor | None:
-        """Keep what ``open`` gave and the update has changed; what the block's values are to be, None where they are
-        that already. ``step``: for rounding at random."""
-        views = self._open
+    def keep(self, working: Working, start: int, end: int, step: float) -> None:
+        """What ``working`` gave has been updated. ``step``: for rounding at random."""
+        views = self._part(start, end)
         for name, values in zip(MOMENTS, working[1:], strict=True):
             if views[name].dtype != torch.float32:
-                formats.round_at_random(values, self._noise(end - start, name, start, step), views[name])
-        if self._masters == "fp32":
-            return views["weight"]
-        upper = self._upper(views, start, end)
+                formats.round_at_random(values, self._noise(name, start, end, step), views[name])
         if self._masters == "bf16":
-            formats.round_at_random(working.master, self._noise(end - start, "weight", start, step), upper)
-        else:
-            formats.split(working.master, upper, views["lower"])
-        return upper if self._values is None else None
+            noise = self._noise("weight", start, end, step)
+            formats.round_at_random(working.master, noise, self._upper(views, start, end))
+        elif self._masters == "split":
+            formats.split(working.master, self._upper(views, start, end), views["lower"])
 
-    def _noise(self, numel: int, kind: str, start: int, step: float) -> torch.Tensor:
-        return self._tier.noise.of(numel, self._name, kind, start, step)
+    def new_values(self) -> torch.Tensor | None:
+        """What the block's values are to be where the piece is, None where they are that already."""
+        if self._masters == "fp32":
+            return self._views["weight"]
+        return self._views["upper"] if self._values is None else None
+
+    def _noise(self, kind: str, start: int, end: int, step: float) -> torch.Tensor:
+        whole = self._tier.noise.of(self._end - self._start, self._name, kind, self._start, step)
+        return whole[start - self._start : end - self._start]
 
     def done(self, start: int, changed: bool) -> None:
         """The piece is done with."""
-        self._open = {}
+        self._views = {}
         self._medium.put(start, changed)
 
     def skip(self) -> None:
