@@ -25,8 +25,11 @@ def main() -> None:
     add("--dtype", choices=sorted(DTYPES), default="float32", help="of the weights written (default: float32)")
     size_help = f"bytes of one file at most, e.g. 500MB (default: {DEFAULT_SHARD_SIZE})"
     add("--max-shard-size", default=DEFAULT_SHARD_SIZE, metavar="SIZE", help=size_help)
-    arguments = parser.parse_args()
-    print(consolidate(arguments.source, arguments.target, arguments.dtype, arguments.max_shard_size), flush=True)
+    add("--exclude-frozen-parameters", action="store_true", help="only the parameters that were trained")
+    asked = parser.parse_args()
+    frozen = asked.exclude_frozen_parameters
+    written = consolidate(asked.source, asked.target, asked.dtype, asked.max_shard_size, exclude_frozen=frozen)
+    print(written, flush=True)
 
 
 if __name__ == "__main__":

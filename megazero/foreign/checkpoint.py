@@ -134,7 +134,7 @@ class EngineCheckpoints:
             "loss_scale": engine.loss_scaler.state() if engine.loss_scaler.half else None,
             "excluded": [entry.name for block in frozen for entry in block.layout.entries],
             "tied": _tied(engine.module),
-            "client_state": check_json(dict(client_state or {}), "client_state"),
+            "client_state": check_json(_dict_of(client_state), "client_state"),
         }
 
     @property
@@ -408,6 +408,12 @@ def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in owner._buffers.items()
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
+
+
+def _dict_of(client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict")
+    return dict(client_state or {})
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,18 +29,16 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Any) ->
             raise ConfigError.single(field, told)
         groups = optimizer.param_groups
     else:
-        given = list(model.parameters() if model_parameters is None else model_parameters)
-        of_groups = given and isinstance(given[0], dict)
-        groups = [dict(group) for group in given] if of_groups else [{"params": given}]
+        groups = _groups(model.parameters() if model_parameters is None else model_parameters)
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     seen: set[nn.Parameter] = set()
     for index, group in enumerate(groups):
-        params = group["params"]
         # Tuples: named_parameters().
-        params = [
-            p[1] if isinstance(p, tuple) else p for p in ([params] if isinstance(params, torch.Tensor) else params)
-        ]
+        given = group["params"]
+        params = [p[1] if isinstance(p, tuple) else p for p in ([given] if isinstance(given, torch.Tensor) else given)]
         for parameter in params:
+            if not isinstance(parameter, torch.Tensor):
+                raise ConfigError.single(field, f"group {index} holds a {type(parameter).__name__}; give parameters")
             if parameter not in name_of:
                 raise ConfigError.single(
                     field,
@@ -60,6 +58,22 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Any) ->
             "requires_grad to False",
         )
     return groups
+
+
+def _groups(given: Any) -> Groups:
+    """``model_parameters`` as groups, each a new dict with its parameters under ``params``."""
+    field = "model_parameters"
+    if not isinstance(given, Iterable) or isinstance(given, str | torch.Tensor):
+        told = f"is a {type(given).__name__}; give parameters, such as model.parameters(), or a list of groups of them"
+        raise ConfigError.single(field, told)
+    groups = list(given)
+    if not groups or not isinstance(groups[0], dict):
+        return [{"params": groups}]
+    for index, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            what = f"has no params, only {', '.join(map(str, group))}" if isinstance(group, dict) else "is no dict"
+            raise ConfigError.single(field, f'group {index} {what}; a group is {{"params": [...], "lr": ...}}')
+    return [dict(group) for group in groups]
 
 
 def choose_optimizer(ds: DsConfig, optimizer: Any, groups: Groups) -> tuple[Made, list[str]]:

@@ -25,19 +25,21 @@ def consolidate(
     dtype: str = "float32",
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
+    exclude_frozen: bool = False,
 ) -> Path:
     """Write model.safetensors, in shards with an index where larger than ``max_shard_size``, under the module's names.
 
     ``source``: a checkpoint, or a directory of some: its latest. ``target`` must be missing or empty and appears whole.
-    Weights are the float32 masters, rounded to ``dtype``; buffers keep theirs. A tied parameter is written under its
-    first name. One tensor at a time is in memory. Raises ConvertError and CheckpointError.
+    Weights are the float32 masters, rounded to ``dtype``, those that were trained alone where ``exclude_frozen``;
+    buffers keep their dtype. A tied parameter is written under its first name. One tensor at a time is in memory.
+    Raises ConvertError and CheckpointError.
     """
     if dtype not in DTYPES:
         raise ConvertError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     limit = parse_size(max_shard_size)
     refuse_non_empty(target)
     with open_checkpoint(source) as checkpoint:
-        entries = _entries(checkpoint, DTYPES[dtype])
+        entries = _entries(checkpoint, DTYPES[dtype], exclude_frozen)
         shards = _shards(entries, limit)
         total = sum(entry.size for entry in entries)
         done = 0
@@ -54,21 +56,29 @@ def consolidate(
     return Path(target)
 
 
-def _entries(checkpoint: Checkpoint, dtype: torch.dtype) -> list[files.Entry]:
-    """What there is to write, by falling element size."""
+def weights_of(checkpoint: Checkpoint, exclude_frozen: bool) -> dict[str, tuple[int, ...]]:
+    """Name → shape. ConvertError where the checkpoint is none of an engine's, or lacks what is asked for."""
     if "engine" not in checkpoint.meta:
         raise ConvertError(
             f"{checkpoint.path}: was not saved by an engine of megazero.initialize; tools/convert_checkpoint.py export "
             "is for the trainer's"
         )
+    if exclude_frozen:
+        trained = (checkpoint.meta["optimizer"] or {}).get("group_of", {})
+        return {name: shape for name, shape in checkpoint.parameters.items() if name in trained}
     if missing := checkpoint.meta.get("excluded"):
         raise ConvertError(
             f"{checkpoint.path}: was saved without its {len(missing)} frozen parameters ({missing[0]} first); save it "
-            "with exclude_frozen_parameters=False"
+            "with exclude_frozen_parameters=False, or ask for the others alone with exclude_frozen_parameters"
         )
+    return dict(checkpoint.parameters)
+
+
+def _entries(checkpoint: Checkpoint, dtype: torch.dtype, exclude_frozen: bool) -> list[files.Entry]:
+    """What there is to write, by falling element size."""
     weights = [
         files.Entry(name, dtype, shape, partial(_rounded, checkpoint, name, dtype))
-        for name, shape in checkpoint.parameters.items()
+        for name, shape in weights_of(checkpoint, exclude_frozen).items()
     ]
     kept = [files.Entry(name, value.dtype, tuple(value.shape), value) for name, value in buffers(checkpoint).items()]
     return sorted((*weights, *kept), key=lambda entry: -entry.dtype.itemsize)

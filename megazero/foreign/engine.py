@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -13,11 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.ds_config import DsConfig
 from megazero.errors import DivergenceError, MegazeroError
-from megazero.foreign.buffers import about_buffers
+from megazero.foreign.buffers import about_dtypes
 from megazero.foreign.checkpoint import EngineCheckpoints
-from megazero.foreign.data import EpochLoader, cast_floats, loss_of, next_of
+from megazero.foreign.checks import check_groups, check_loss, check_no_others, check_parameters, check_scheduler
+from megazero.foreign.data import cast_floats, loss_of, next_of
 from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
+from megazero.foreign.names import EngineNames
 from megazero.foreign.optimizer import ShardOptimizer
 from megazero.foreign.rank import LocalRank
 from megazero.foreign.release import release_module
@@ -29,7 +31,7 @@ from megazero.zero.partial import GradientNorm, PartialSums
 from megazero.zero.sharded import ShardedModel
 
 
-class ZeroEngine(WeightExport, nn.Module):
+class ZeroEngine(WeightExport, EngineNames, nn.Module):
     """A user's module under ZeRO. Every rank makes the same calls in the same order.
 
     ``engine(x)`` runs the module, ``engine.backward(loss)`` its backward, ``engine.step()`` updates the parameters at
@@ -58,7 +60,7 @@ class ZeroEngine(WeightExport, nn.Module):
         self.global_rank, self.world_size = topology.rank, topology.layout.world_size
         self.local_rank = LocalRank(local_rank, self.device)
         self.lr_scheduler: Any = None
-        self.training_dataloader: EpochLoader | None = None
+        self.training_dataloader: Iterable[Any] | None = None
         self.reports, self._inside = reports, inside
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.loss_scaler = LossScale(config.precision)
@@ -72,7 +74,9 @@ class ZeroEngine(WeightExport, nn.Module):
         self._boundary: bool | None = None
         self._accumulating_only = False
         self._own_batches: Iterator[Any] | None = None
-        self._destroyed = False
+        self._destroyed = self._failed = False
+        self._has_backward = False  # since the last micro-step
+        self._applied = False
         sharded.hooks.append(module.register_forward_pre_hook(Hook(self._begin_pass), prepend=True))
         sharded.hooks.append(module.register_forward_hook(Hook(self._end_pass)))
         sharded.gather()
@@ -84,18 +88,31 @@ class ZeroEngine(WeightExport, nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(super().__getattr__("module"), name)
+        module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(f"neither the engine nor {type(module).__name__} has {name}", name=name) from error
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise MegazeroError(
+            "an engine cannot be copied or pickled; copy engine.module (at stages 0 to 2), or call save_checkpoint"
+        )
 
     # The loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or self.sharded.sharding.parameters:
+            self._check_alive("forward")
         if self.ds_config.precision.auto_cast:
             args, kwargs = cast_floats((args, kwargs), self.ds_config.precision.dtype)
         with self.reports.timed("forward"):
             try:
                 return self.module(*args, **kwargs)
-            except RuntimeError as error:
-                raise about_buffers(self.module, self.ds_config.precision.dtype, error) or error from error.__cause__
+            except BaseException as error:
+                self.sharded.abandon_forward()
+                told = about_dtypes(self.module, self.ds_config.precision.dtype, (args, kwargs), error)
+                raise told or error from error.__cause__
 
     def _begin_pass(self, module: nn.Module, args: tuple) -> None:
         if not self.sharded.in_backward:
@@ -120,53 +137,62 @@ class ZeroEngine(WeightExport, nn.Module):
             try:
                 (loss * self.loss_scaler.value).backward(retain_graph=retain_graph)
                 self.sharded.finish_backward()
-            finally:
-                self.sharded.in_backward = False
+            except BaseException:
+                self.sharded.abandon_backward()
+                self._failed = True
+                raise
         if retain_graph:
             self.sharded.uses.update({unit: count - self.sharded.uses[unit] for unit, count in uses.items()})
         loss = loss.detach()
         self._loss += loss.double().sum()
+        self._has_backward = True
         return loss
 
     def _check_backward(self, loss: torch.Tensor) -> None:
-        if self._destroyed:
-            raise MegazeroError("backward: the engine was destroyed; make another of the module with initialize")
+        self._check_alive("backward")
         if self.shard_optimizer is None:
             raise MegazeroError("backward: the model has no parameter with requires_grad, so there is nothing to train")
-        if not isinstance(loss, torch.Tensor):
-            raise MegazeroError(f"backward: takes the loss as a tensor, not as a {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise MegazeroError(
-                f"backward: takes a loss of one element, not one of shape {tuple(loss.shape)}; take its mean, say"
-            )
-        if not loss.requires_grad:
-            raise MegazeroError(
-                "backward: the loss needs no gradient: it was computed under no_grad, or from no trained parameter"
-            )
-        self._check_no_stray_gradients()
+        check_loss(loss)
+        self._check_not_failed("backward")
+        check_parameters(self.sharded, at_step=False)
 
-    def _check_no_stray_gradients(self) -> None:
-        for name, parameter in self.sharded.named_parameters():
-            if parameter.grad is not None:
-                raise MegazeroError(
-                    f"{name} has a gradient that engine.backward has not made, and that no step would use; call "
-                    "engine.backward(loss) instead of loss.backward()"
-                )
+    def _check_alive(self, what: str) -> None:
+        if self._destroyed:
+            raise MegazeroError(
+                f"{what}: the engine was destroyed; make another of the module with initialize (where that is "
+                "transformers' Trainer, a new one: each trains once)"
+            )
+
+    def _check_not_failed(self, what: str) -> None:
+        if self._failed:
+            raise MegazeroError(
+                f"{what}: the backward before ended in an error, with a part of its gradients made; call "
+                "engine.zero_grad(), which forgets all of this step, to go on"
+            )
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At an accumulation boundary: update the parameters and the learning rate. Else only count the micro-step."""
         boundary = self.is_gradient_accumulation_boundary()
         with self.reports.timed("step"):
+            self._check_step(boundary)
+            self._applied = False
             if boundary:
-                self._check_no_stray_gradients()
-                if self.shard_optimizer is None or not any(block.has_grad for block in self.sharded.trained):
-                    raise MegazeroError(
-                        "step: no backward has been run since the last step; call engine.backward(loss) first"
-                    )
                 self._update(lr_kwargs or {})
             self.micro_steps += 1
+            self._has_backward = False
         if boundary:
             self._end_step()
+
+    def _check_step(self, boundary: bool) -> None:
+        self._check_alive("step")
+        if self.shard_optimizer is not None:
+            self._check_not_failed("step")
+            if boundary:
+                check_parameters(self.sharded, at_step=True)
+                check_groups(self.shard_optimizer)
+        # What was made may have been forgotten since.
+        if not self._has_backward or boundary and not any(block.has_grad for block in self.sharded.trained):
+            raise MegazeroError("step: no backward has been run since the last step; call engine.backward(loss) first")
 
     def _end_step(self) -> None:
         self._report()
@@ -179,6 +205,8 @@ class ZeroEngine(WeightExport, nn.Module):
         return self.topology.world.size // self.num_stages
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        if self.lr_scheduler is not None:
+            check_scheduler(self.lr_scheduler, lr_kwargs)
         self.sharded.finish_gradients()
         self._partial.sum()
         self._edits.take()
@@ -203,11 +231,12 @@ class ZeroEngine(WeightExport, nn.Module):
         lr = self.get_lr()[0]
         self.shard_optimizer.step(torch.where(skip > 0, 1.0, factor), skip)
         self._edits.note()
-        self.sharded.uses.clear()
+        self.sharded.end_step()
         if not overflow:  # of no use to whoever logs it: it is not finite, whatever the loss was
             self._last_norm = norm
         self.global_steps += 1
         self.global_samples += self.ds_config.train_batch_size
+        self._applied = not overflow
         self.optimizer.overflow = overflow  # accelerate asks it whether the step was skipped
         if overflow:
             self.skipped_steps += 1
@@ -220,6 +249,8 @@ class ZeroEngine(WeightExport, nn.Module):
         self._loss = torch.zeros_like(self._loss)
         if looks or not self.shard_optimizer.skips_on_device:
             self.raise_if_diverged()
+        if looks:
+            check_no_others(self.module, self.sharded)
 
     def raise_if_diverged(self) -> None:
         """DivergenceError where a gradient was not finite in a step since; weights are those before it."""
@@ -258,8 +289,8 @@ class ZeroEngine(WeightExport, nn.Module):
         """One optimizer step on the next micro-batches of ``data_iter``, or of the dataloader of ``training_data``,
         epoch after epoch; their mean loss, on the device. Batches and losses: see ``data.loss_of``."""
         losses = []
-        for _ in range(self.ds_config.gradient_accumulation_steps):
-            losses.append(self.backward(loss_of(self, self._next_batch(data_iter), self.device)))
+        for batch in list(self._next_batches("train_batch", data_iter, self.ds_config.gradient_accumulation_steps)):
+            losses.append(self.backward(loss_of(self, batch, self.device)))
             self.step()
         return torch.stack(losses).sum()
 
@@ -269,10 +300,22 @@ class ZeroEngine(WeightExport, nn.Module):
         training = self.training
         self.eval()
         try:
-            count = self.ds_config.gradient_accumulation_steps
-            return torch.stack([loss_of(self, next_of(data_iter), self.device).detach() for _ in range(count)]).mean()
+            batches = self._next_batches("eval_batch", data_iter, self.ds_config.gradient_accumulation_steps)
+            return torch.stack([loss_of(self, batch, self.device).detach() for batch in batches]).mean()
         finally:
             self.train(training)
+
+    def _next_batches(self, what: str, data_iter: Iterator[Any] | None, count: int) -> Iterator[Any]:
+        """Micro-batches of a step; to be read before anything is computed, as others may wait for what is missing."""
+        for number in range(count):
+            try:
+                batch = self._next_batch(data_iter)
+            except StopIteration:
+                raise MegazeroError(
+                    f"{what}: the iterator ended after {number} of {count} micro-batches; give one that goes on, "
+                    "or call it fewer times on every process"
+                ) from None
+            yield batch
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> Any:
         if data_iter is not None:
@@ -309,6 +352,8 @@ class ZeroEngine(WeightExport, nn.Module):
         after a later step, or by the next of ``save_checkpoint``, ``load_checkpoint`` and ``wait_for_checkpoint``.
         Raises CheckpointError on every rank; what was saved before is untouched.
         """
+        self._check_alive("save_checkpoint")
+        check_no_others(self.module, self.sharded)
         self._adopt_edits()
         self._checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
@@ -338,12 +383,14 @@ class ZeroEngine(WeightExport, nn.Module):
         A checkpoint of any number of ranks and any stage. Raises CheckpointError on every rank before anything is
         changed: where it is damaged, of another model, or of another optimizer.
         """
+        self._check_alive("load_checkpoint")
         found = self._checkpoints.load(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
         self._edits.note()
         self._bad_step.zero_()
         self._loss = torch.zeros_like(self._loss)
+        self._failed = False
         return found
 
     def _adopt_edits(self) -> None:
@@ -396,33 +443,10 @@ class ZeroEngine(WeightExport, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has used."""
         self.sharded.forget_gradients()
+        self._failed = False
         for parameter in self.module.parameters():
             parameter.grad = None
         self._loss = torch.zeros_like(self._loss)
-
-    def train_batch_size(self) -> int:
-        return self.ds_config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.ds_config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.ds_config.gradient_accumulation_steps
-
-    def gradient_clipping(self) -> float:
-        return self.ds_config.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.sharded.settings.stage
-
-    def zero_optimization(self) -> bool:
-        return self.sharded.settings.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        return self.loss_scaler.half
-
-    def bfloat16_enabled(self) -> bool:
-        return self.ds_config.precision.dtype == torch.bfloat16
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **options: Any

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from megazero.ds_config import DsConfig, read_ds_config
@@ -22,6 +23,7 @@ from megazero.foreign.engine import ZeroEngine
 from megazero.foreign.optimizer import ShardOptimizer, parts_of
 from megazero.foreign.pipe.engine import PipelineEngine
 from megazero.foreign.pipe.module import PipelineModule
+from megazero.foreign.release import release_module
 from megazero.foreign.reports import Reports
 from megazero.foreign.start import own_environment, start_topology, timeout_of
 from megazero.foreign.units import foreign_units
@@ -31,7 +33,7 @@ from megazero.topology import Topology
 from megazero.zero.blocks import Unit
 from megazero.zero.groups import data_parallel
 from megazero.zero.guard import Guard
-from megazero.zero.homes import home_of, settle_model
+from megazero.zero.homes import InEngine, home_of, settle_model
 from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
 from megazero.zero.sharded import ShardedModel, ZeroSettings
 from megazero.zero.slices import Slice
@@ -65,8 +67,7 @@ def initialize(
 
     The process group is started where there is none. Raises ConfigError with every problem of the config.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError.single("model", f"is a {type(model).__name__}; give the torch.nn.Module to train")
+    _check_model(model)
     environment = own_environment()
     topology = _topology(model, topology)
     given = load_ds_config(_config_source(args, config, config_params))
@@ -77,6 +78,10 @@ def initialize(
         torch.manual_seed(ds.seed)
     groups = parameter_groups(model, optimizer, model_parameters)
     chosen, messages = choose_optimizer(ds, optimizer, groups)
+    messages += _leave_earlier_engine(model)
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        messages.append("the model has gradients, which are forgotten")
+        model.zero_grad()
     loader = make_loader(training_data, ds, topology, collate_fn)
     reports = Reports(ds, topology)
     messages += _said(model, ds)
@@ -101,6 +106,54 @@ def initialize(
         reports.say(message)
     reports.start()
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError.single("model", f"is a {type(model).__name__}; give the torch.nn.Module to train")
+    if isinstance(model, ZeroEngine):
+        raise ConfigError.single("model", "is an engine; give the module in it, engine.module")
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            told = f"{name} has no shape yet, as its module is a lazy one; run the model on one batch first"
+            raise ConfigError.single("model", told)
+    places: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or home_of(parameter) is not None:
+            continue
+        told = None
+        if parameter.is_complex():
+            told = f"{name} is {parameter.dtype}, and is trained in float32; keep it as torch.view_as_real of it"
+        elif parameter.is_inference():
+            told = f"{name} was made under torch.inference_mode, where nothing can be trained; make the model outside"
+        elif parameter.numel() and not parameter.is_meta and parameter.layout is torch.strided:
+            other = places.setdefault(parameter.data_ptr(), name)
+            if other != name:  # an update would part them
+                told = f"{other} and {name} are two parameters in one place in memory; let one module have the other's"
+        if told is not None:
+            raise ConfigError.single("model", told)
+
+
+def _leave_earlier_engine(model: nn.Module) -> list[str]:
+    """Out of the engine that has its parameters; what to say of it. ConfigError where that has others as well."""
+    homes = {name: home_of(parameter) for name, parameter in model.named_parameters()}
+    found: dict[ShardedModel, str] = {}
+    for name, home in homes.items():
+        if isinstance(home, InEngine):
+            found.setdefault(home.sharded, name)
+    for sharded, name in found.items():
+        if {parameter for _, parameter in sharded.named_parameters()} != set(model.parameters()):
+            raise ConfigError.single(
+                "model",
+                f"{name} is in the engine of another model; make one model of both, for one engine, or call destroy() "
+                "of that engine first",
+            )
+        engine = homes[name].engine() if homes[name].engine is not None else None
+        if engine is not None:
+            engine.destroy()
+        else:  # nobody keeps it
+            release_module(sharded)
+    return ["the model was in an engine, which is destroyed"] if found else []
 
 
 def _topology(model: nn.Module, given: Topology | None) -> Topology:

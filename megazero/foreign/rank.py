@@ -13,10 +13,13 @@ class LocalRank(str):
 
     number: int
 
-    def __new__(cls, number: int, device: torch.device) -> LocalRank:
+    def __new__(cls, number: int, device: torch.device | str) -> LocalRank:
         made = super().__new__(cls, str(device))
         made.number = number
         return made
+
+    def __getnewargs__(self) -> tuple[int, str]:
+        return self.number, str.__str__(self)
 
     def __index__(self) -> int:
         return self.number

@@ -1,6 +1,7 @@
 """zero_to_fp32.py: the script beside an engine's checkpoints that makes whole weights of them, where DeepSpeed has its.
 
 CHECKPOINT_DIR/zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] [--max_shard_size 5GB]
+    [--exclude_frozen_parameters]
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ def main() -> None:
     add("output_dir", type=Path, help="missing or empty; gets model.safetensors")
     add("-t", "--tag", help="which checkpoint of that directory (default: the one that its file latest names)")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="bytes of one file at most (default: 5GB)")
+    add("--exclude_frozen_parameters", action="store_true", help="only the parameters that were trained")
+    add("-d", "--debug", action="store_true", help="taken, and without effect: there is nothing to debug with it")
     add("--safe_serialization", action="store_true", help="safetensors, which is what is written in any case")
     asked = parser.parse_args()
     with report_errors():
         source = asked.checkpoint_dir / asked.tag if asked.tag else asked.checkpoint_dir
-        print(consolidate(source, asked.output_dir, "float32", asked.max_shard_size), flush=True)
+        size, frozen = asked.max_shard_size, asked.exclude_frozen_parameters
+        print(consolidate(source, asked.output_dir, "float32", size, exclude_frozen=frozen), flush=True)

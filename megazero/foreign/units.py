@@ -24,7 +24,9 @@ def foreign_units(model: nn.Module) -> list[Unit]:
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
-        for parameter in (*_used_by(module), *module.__dict__.get(EXTERNAL, ())) if _is_called(module) else ():
+        if not _is_called(module) and module is not model:
+            continue
+        for parameter in (*_used_by(module), *module.__dict__.get(EXTERNAL, ())):
             owners.setdefault(parameter, []).append(module)
     taken: set[nn.Parameter] = set()
     units = []

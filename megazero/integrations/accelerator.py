@@ -16,6 +16,8 @@ class Accelerator:
         self._module = getattr(torch, self._name)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(self._module, name):
+            raise AttributeError(f"megazero stands in for deepspeed's accelerator here, and has no {name} of it")
         return getattr(self._module, name)
 
     def device_name(self, device_index: int | None = None) -> str:

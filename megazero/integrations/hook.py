@@ -39,9 +39,10 @@ class StandInModule(ModuleType):
             return importlib.import_module(inner)
         names = SURFACE[self.__name__]
         home, _, attribute = names.get(name, names.get("*", "")).partition(":")
-        if not home or name.startswith("__") and name not in names:
+        found = importlib.import_module(home) if home else None
+        if name not in names and (name.startswith("__") or not hasattr(found, name)):
             raise AttributeError(f"megazero stands in for {self.__name__} here, and has no {name} of it")
-        value = getattr(importlib.import_module(home), attribute or name)
+        value = getattr(found, attribute or name)
         setattr(self, name, value)
         return value
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from megazero.checkpoint import open_checkpoint
 from megazero.errors import CheckpointError
-from megazero.foreign.consolidate import consolidate
+from megazero.foreign.consolidate import consolidate, weights_of
 from megazero.foreign.shared_state import buffers
 from megazero.zero.homes import home_of, leave
 
@@ -43,9 +43,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The float32 weights of a checkpoint of an engine's, tied ones under every name, and its buffers."""
+    """The float32 weights of a checkpoint of an engine's, tied ones under every name, and its buffers.
+
+    Raises ConvertError where it was saved without what is asked for. ``lazy_mode`` changes nothing.
+    """
     with open_checkpoint(Path(checkpoint_dir) / tag if tag else checkpoint_dir) as checkpoint:
-        found = {name: checkpoint.read("weight", name) for name in checkpoint.parameters}
+        found = {name: checkpoint.read("weight", name) for name in weights_of(checkpoint, exclude_frozen_parameters)}
         found |= buffers(checkpoint)
         tied = checkpoint.meta.get("tied", {})
         return found | {name: found[first] for name, first in tied.items() if first in found}
@@ -56,12 +59,14 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """``model``, on the CPU, with the float32 weights of a checkpoint in its dtype. It leaves the engine it may be in.
 
-    Raises CheckpointError where the checkpoint lacks a weight.
+    Raises CheckpointError where the checkpoint lacks a weight or has it in another shape, before anything is changed.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     for name, parameter in model.named_parameters():
-        if name not in state:
-            raise CheckpointError(f"{checkpoint_dir}: holds no {name}; give the model that it was saved with")
+        told = f"no {name}" if name not in state else f"{name} in the shape {list(state[name].shape)}"
+        if name not in state or state[name].shape != parameter.shape:
+            raise CheckpointError(f"{checkpoint_dir}: holds {told}; give the model that it was saved with")
+    for name, parameter in model.named_parameters():
         if home_of(parameter) is not None:
             leave(parameter)
             parameter.__class__ = nn.Parameter
@@ -76,6 +81,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     max_shard_size: str = "5GB",
     safe_serialization: bool = True,
     tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write model.safetensors, float32, to ``output_dir``."""
-    consolidate(Path(checkpoint_dir) / tag if tag else checkpoint_dir, output_dir, "float32", max_shard_size)
+    source = Path(checkpoint_dir) / tag if tag else checkpoint_dir
+    consolidate(source, output_dir, "float32", max_shard_size, exclude_frozen=exclude_frozen_parameters)

@@ -40,12 +40,31 @@ def run_script(command: list[str]) -> None:
     """[-m MODULE | SCRIPT, ARGS…] as ``__main__``, a script with its own folder first on sys.path."""
     import runpy
 
+    from megazero.errors import LaunchError
+
     if command[0] == "-m":
+        if len(command) < 2:
+            raise LaunchError("give the module to run after -m")
         sys.argv, sys.path[0] = command[1:], os.getcwd()
+        if not _is_there(command[1]):
+            raise LaunchError(f"there is no module {command[1]!r}")
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
         runpy.run_path(command[0], run_name="__main__")
+
+
+def _is_there(module: str) -> bool:
+    import importlib.util
+
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:  # a package around it
+        if error.name is None or not module.startswith(error.name):
+            raise
+    except ValueError:  # no name at all
+        pass
+    return False
 
 
 def _end_with_the_launcher() -> None:

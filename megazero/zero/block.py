@@ -132,6 +132,7 @@ class Block:
             self._guard = guard.cut if sharding.parameters else guard.late
             if sharding.parameters:
                 self._placeholders = [placeholder(view) for view in self.views]
+        self._versions: list[int] = []
         self._gather: Work | None = None
         self.holders, self.lent = 0, False
         self.state = State.SHARDED
@@ -200,6 +201,19 @@ class Block:
         set_class(self.parameters, self._guard, nn.Parameter)
         if self._placeholders:
             self._install(self.views)
+            self.note_versions()
+
+    def note_versions(self) -> None:
+        """The gathered values are what they should be."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def changed(self) -> str | None:
+        """The name of a parameter that a forward has changed in place since, in the copy that is about to go."""
+        if self._placeholders and self.state is State.GATHERED:
+            for entry, parameter, version in zip(self.layout.entries, self.parameters, self._versions, strict=True):
+                if parameter._version != version:
+                    return entry.name
+        return None
 
     def release(self) -> None:
         """Give the gathered parameters' memory back; see [Note: parameters that come and go]."""
@@ -241,6 +255,8 @@ class Block:
             master = torch.where(master.to(there.dtype) == there, master, there.float())
             self.write_state("weight", 0, master)
         self.set_values(0, changed)
+        if self._placeholders:
+            self.note_versions()
 
     def updated(self, copied: bool = False) -> None:
         """The owned float32 values changed: write them in the parameters' dtype (unless that is ``copied`` already);

@@ -46,8 +46,7 @@ class GatheredParameters:
     ) -> None:
         self._parameters: list[nn.Parameter] = []
         if enabled:
-            given = [params] if isinstance(params, torch.Tensor) else params
-            self._parameters = [parameter for parameter in dict.fromkeys(given) if parameter is not None]
+            self._parameters = _checked(params)
         self._modifier = modifier_rank
         self._open: list[_Loan] = []
         for parameter in self._parameters if fwd_module is not None else ():
@@ -109,6 +108,19 @@ class GatheredParameters:
             )
         if self._modifier is not None:
             loan.adopt(self._modifier)
+
+
+def _checked(given: nn.Parameter | Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """Each once. MegazeroError for what holds no parameters."""
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable) or isinstance(given, str | nn.Module):
+        given = [given]
+    found = list(dict.fromkeys(given))
+    for value in found:
+        if value is not None and not isinstance(value, torch.Tensor):
+            remedy = ": give its parameters()" if isinstance(value, nn.Module) else ""
+            remedy = ": give parameters(), without names" if isinstance(value, tuple) else remedy
+            raise MegazeroError(f"GatheredParameters: takes parameters, not a {type(value).__name__}{remedy}")
+    return [value for value in found if value is not None]
 
 
 def _check_modifier(rank: int | None, group: Communicator) -> None:

@@ -81,6 +81,8 @@ class ShardedParameter(nn.Parameter):
         if absent and all(getattr(home_of(p), "is_being_built", False) for p in absent):
             home_of(absent[0]).builder.make_whole(absent)
             return func(*args, **kwargs)
+        if absent and _only_reads(func, args, kwargs) and all(_lent(parameter) for parameter in absent):
+            return func(*args, **kwargs)
         # Where weights are tied, before there is an engine, libraries read .data for its size alone.
         if func is _Tensor.detach or func == _Tensor.data.__get__ and hasattr(home_of(absent[0]), "duplicate"):
             return _shape_only(absent[0])
@@ -148,6 +150,20 @@ def _parameter_of(values: Any) -> Any:
 
 def _guarded(args: tuple, kwargs: dict, kind: type) -> list[nn.Parameter]:
     return [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)]
+
+
+def _only_reads(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether it leaves cut parameters as they are: a change would be lost when they are let go."""
+    name = _name(func)
+    in_place = name == "data" or name.startswith(("__i", "__set")) or (name[-1] == "_" and not name.startswith("__"))
+    changed = (args[:1] if in_place else (), kwargs.get("out"))
+    return not _guarded(changed, {}, ShardedParameter)
+
+
+def _lent(parameter: nn.Parameter) -> bool:
+    """Whether a running forward or backward may have it, and then it is there."""
+    home = home_of(parameter)
+    return isinstance(home, InEngine) and home.sharded.lend(home.sharded.unit_of(home.index))
 
 
 def _changes_nothing(func: Any, args: tuple, kwargs: dict) -> bool:

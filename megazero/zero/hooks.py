@@ -116,7 +116,9 @@ def move_gradients_at_once(sharded: ShardedModel) -> None:
 
 
 def _install(sharded: ShardedModel, index: int, module: nn.Module) -> None:
-    sharded.hooks.append(module.register_forward_pre_hook(Hook(_before(sharded, index)), with_kwargs=True))
+    # First of all: others' hooks may use the parameters (torch.nn.utils.weight_norm computes the weight in one).
+    before = Hook(_before(sharded, index))
+    sharded.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
     if sharded.units[index].freed:
         sharded.hooks.append(module.register_forward_hook(Hook(_after(sharded, index))))
 

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megazero.ds_config import read_ds_config
+from megazero.errors import ConfigError
 from megazero.foreign.start import TIMEOUT, start_topology
 from megazero.zero.groups import data_parallel
 from megazero.zero.homes import home_of, settle
@@ -57,6 +58,8 @@ class Init:
         self.enabled, self.dtype, self.building = enabled, dtype, False
         if not enabled:
             return
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ConfigError.single("dtype", f"is {dtype!r}; give a dtype of torch's, such as torch.bfloat16")
         topology = start_topology()
         given = config_dict_or_path if config_dict_or_path is not None else config
         if given is not None:

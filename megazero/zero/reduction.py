@@ -130,6 +130,11 @@ class GradientReduction:
                 self._reduced.add(self._chunk)
         self.last_of_step = False
 
+    def abandon(self) -> None:
+        """The running backward ended in an error; ``forget`` is next."""
+        self._complete.clear()
+        self.last_of_step = False
+
     def take_gradients(self, whole: Sequence[torch.Tensor]) -> None:
         """Of every trained block, in order: what a step's backwards have made where there is nothing to reduce."""
         assert self._group.size == 1 and not self._lets_go

@@ -27,6 +27,7 @@ from megazero.zero.flat import FlatLayout, buckets, optimizer_group
 from megazero.zero.gathering import Gathering
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
+from megazero.zero.loans import Loans
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import shares_of
 from megazero.zero.offload.tier import Tier, TierMaker, claim_tier
@@ -90,7 +91,7 @@ class _Unit:
         return sum(block.layout.numel for block in self.freed)
 
 
-class ShardedModel:
+class ShardedModel(Loans):
     """The blocks of one rank's model and the data-parallel collectives on them.
 
     It is driven by passes: ``begin_forward``, the hooks of zero.hooks as modules run, ``end_forward``;
@@ -169,10 +170,11 @@ class ShardedModel:
         self._unit_of = {block: i for i, unit in enumerate(self.units) for block in unit.blocks}
         self._running: Counter[int] = Counter()  # modules of a unit in the midst of their forward
         self._kept: set[int] = set()  # units whose parameters stay whole to the end of the next backward
+        self._lent: dict[int, None] = {}  # units that graphs of this step use where no module of theirs runs
         self._orders: defaultdict[tuple[str, int], UseOrder] = defaultdict(UseOrder)  # by kind of pass and chunk
         self._chunk, self._evaluating = 0, False
         self._order = self._orders["forward", 0]
-        self.in_backward = self._in_pass = False
+        self.in_backward = self._in_pass = self._in_forward = False
         self._completes = True
         self.uses: Counter[int] = Counter()  # forwards of a unit whose backward is to come
         self._entered = 0  # units in the running forward
@@ -226,7 +228,7 @@ class ShardedModel:
         """A unit is about to be used, in forward or backward: make its parameters whole, and fetch ahead."""
         unit = self.units[index]
         if not self._in_pass:
-            self.begin_pass()
+            self._start_pass()
         self._entered += 1
         if unit.freed and not self.in_backward:
             self._running[index] += 1
@@ -245,7 +247,9 @@ class ShardedModel:
         if not self.in_backward and self.units[index].freed:
             raise MegazeroError(
                 f"backward came to {self.units[index].plan.name}, whose parameters are cut over the ranks (stage 3), "
-                "but not from engine.backward: call engine.backward(loss) instead of loss.backward() or autograd.grad"
+                "but not from its engine's backward: call engine.backward(loss) instead of loss.backward() or "
+                "autograd.grad. Where a loss leads through the models of two engines, make one model of both, or use "
+                "stage 2"
             )
         if self.in_backward and index != self._at and index not in self._passed:
             self._at = index
@@ -303,6 +307,12 @@ class ShardedModel:
         for block in self.units[index].freed:
             if block.state is State.SHARDED or block.holders or index in self._kept:
                 continue
+            if (name := block.changed()) is not None:
+                raise MegazeroError(
+                    f"{name} was changed in place while a module ran (by max_norm of an embedding, say), which stage "
+                    "3 would lose: change it between steps, `with GatheredParameters(parameter, modifier_rank=0):`, or "
+                    "use stage 2"
+                )
             self._keep_local_copy(block)
             self._live -= block.layout.numel
             block.release()
@@ -332,38 +342,6 @@ class ShardedModel:
         """The unit that a block belongs to."""
         return self._unit_of[block]
 
-    # Parameters on loan, outside the modules that use them
-
-    def hold(self, indices: Sequence[int], what: str) -> None:
-        """Make blocks whole, and keep them so whatever passes do, until ``let_go``. ``what``: a name for the user."""
-        blocks = [self.blocks[i] for i in indices]
-        stale = [block for block in blocks if block.state is State.SHARDED]
-        if stale:
-            if self.groups.agreement is not None:
-                self.groups.agreement.on(what)
-            self._gathering.issue(stale, self.in_backward)
-        for block in stale:
-            block.lent = block.sharding.parameters
-            self._live += block.layout.numel if block.lent else 0
-        for block in blocks:
-            block.use()
-            block.holders += 1
-
-    def let_go(self, indices: Sequence[int]) -> None:
-        """The end of a ``hold``. What a running forward has used stays whole for its backward."""
-        for i in indices:
-            block, unit = self.blocks[i], self._unit_of[i]
-            block.holders -= 1
-            in_graph = self._in_pass and torch.is_grad_enabled() and not self._running[unit]
-            if in_graph and not self.in_backward:
-                self.uses[unit] += 1  # its gradients are complete when backward ends, not before
-            if in_graph and block.sharding.parameters:
-                self._kept.add(unit)
-            elif block.lent and not block.holders and unit not in self._kept:
-                self._live -= block.layout.numel
-                block.move_out()
-            block.lent &= block.holders > 0
-
     # Passes
 
     def begin_forward(self, chunk: int = 0) -> None:
@@ -373,6 +351,16 @@ class ShardedModel:
         self.begin_pass()
 
     def begin_pass(self) -> None:
+        """The model's own forward is about to run. Modules that are called without it begin a pass by themselves."""
+        self._start_pass()
+        self._in_forward = True
+
+    def abandon_forward(self) -> None:
+        """It ended in an error of the user's."""
+        self._in_pass = self._in_forward = False
+        self._running.clear()
+
+    def _start_pass(self) -> None:
         self._evaluating = not torch.is_grad_enabled()
         self._order = self._orders["evaluation" if self._evaluating else "forward", self._chunk]
         self._order.begin()
@@ -383,7 +371,7 @@ class ShardedModel:
     def end_forward(self) -> None:
         """What was gathered and whose turn to be let go did not come is let go."""
         self._order.end()
-        self._in_pass = False
+        self._in_pass = self._in_forward = False
         if self._reshards_after_forward:
             self._release_chunk()
 
@@ -399,7 +387,23 @@ class ShardedModel:
         self._at = -1
         self._order = self._orders["backward", chunk]
         self._order.begin()
-        self._in_pass = True
+        self._in_pass, self._in_forward = True, False
+        for index in self._lent:
+            if self.units[index].plan.chunk == chunk:
+                self._kept.add(index)
+                self.enter(index)
+
+    def abandon_backward(self) -> None:
+        """It ended in an error, where other ranks need not be: nothing is waited for here. The step's gradients are to
+        be forgotten before the next backward."""
+        self.reduction.abandon()
+        self.in_backward = self._in_pass = False
+        self._kept.clear()
+
+    def end_step(self) -> None:
+        """What the step's forwards have left for backwards is used up."""
+        self.uses.clear()
+        self._lent.clear()
 
     def reduce_in_next_backward(self) -> None:
         """The backward that follows is its chunk's last in the step: it completes the accumulated gradients."""

@@ -38,6 +38,7 @@ from tests.foreign.pipe_models import (
     trained,
 )
 from tests.foreign.test_engine import check
+from tests.foreign.test_mistakes import Fails
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,8 +93,18 @@ def saving(folder: str, stages: int, stage: int, make: Callable = layers) -> tup
     iterator = own_batches(engine, 3)
     for _ in range(2):
         engine.train_batch(iterator)
+    check_grid(engine)
     engine.save_checkpoint(folder, client_state={"epoch": 4})
     return [float(engine.train_batch(iterator)) for _ in range(2)], whole_weights(engine)
+
+
+def check_grid(engine: Any) -> None:
+    grid, rank = engine.grid, dist.get_rank()
+    assert (grid.get_stage_id(), grid.get_data_parallel_id()) == divmod(rank, grid.get_data_parallel_world_size())
+    assert grid is engine.mpu and grid.get_global_rank() == rank == grid.stage_to_global(grid.get_pipe_parallel_rank())
+    for kind in ("data", "pipe", "model", "slice"):
+        group, size, own = (getattr(grid, f"get_{kind}_parallel_{name}")() for name in ("group", "world_size", "rank"))
+        assert (dist.get_world_size(group), dist.get_rank(group)) == (size, own), kind
 
 
 def loading(folder: str, stages: int, stage: int, make: Callable = layers) -> tuple[list[float], Weights]:
@@ -206,6 +217,46 @@ def test_parameters_that_no_layer_holds_are_not_left_untrained() -> None:
         outside.weight.grad = None
         with pytest.raises(MegazeroError, match=rf"{who} uses a parameter of shape \(2, 2\) that no layer"):
             engine.train_batch(iter([(torch.ones(1, 2), torch.ones(1, 2))]))
+
+
+def test_batches_by_other_means() -> None:
+    """A loader, epoch after epoch; an iterator; and a function that makes batches of what is read."""
+    given = list(itertools.islice(pipe_models.batches(0, 1, 3), 3))
+    reference = start(layers, 1, settings())
+    wanted = [float(reference.train_batch(iter(given))) for _ in range(3)]
+    engine = start(layers, 1, settings())
+    engine.set_dataloader(given)
+    found = [float(engine.train_batch()) for _ in range(2)]
+    engine.set_batch_fn(lambda batch: (batch["inputs"], batch["labels"]))
+    engine.set_dataiterator(iter([{"inputs": x, "labels": y} for x, y in given]))
+    assert [*found, float(engine.train_batch())] == wanted
+    with pytest.raises(MegazeroError, match="ended after 0 of 3 micro-batches"):
+        engine.train_batch()
+    with pytest.raises(MegazeroError, match="set_dataloader: takes what gives batches, not a int"):
+        engine.set_dataloader(3)
+    with pytest.raises(MegazeroError, match="set_batch_fn: takes a function of a batch, not a list"):
+        engine.set_batch_fn(given)
+    assert engine.grid.get_data_parallel_group() is None
+
+
+def test_a_step_that_fails() -> None:
+    given = list(itertools.islice(pipe_models.batches(0, 1, 3), 3))
+    reference, engine = (start(layers, 1, settings(2)) for _ in range(2))
+    calls = []
+
+    def fails_once(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(outputs)
+        loss = pipe_models.loss_fn(outputs, labels)
+        return Fails.apply(loss) if len(calls) == 2 else loss
+
+    engine.module.loss_fn = fails_once
+    with pytest.raises(ValueError, match="of the user's"):
+        engine.train_batch(iter(given))
+    with pytest.raises(MegazeroError, match=r"ended in an error.*call engine.zero_grad\(\)"):
+        engine.train_batch(iter(given))
+    engine.zero_grad()
+    for _ in range(2):
+        assert float(engine.train_batch(iter(given))) == float(reference.train_batch(iter(given)))
 
 
 def test_seeds_are_what_any_library_takes() -> None:

@@ -48,7 +48,7 @@ def overflows(stage: int) -> dict[str, Any]:
     half = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}
     tree = config(stage, 1, 0.5, optimizer=SGD, fp16=half, scheduler=rates)
     engine, *_ = megazero.initialize(model=build(Odd), config=tree)
-    found: dict[str, Any] = {"scales": [], "lrs": [], "norms": [], "skipped": [], "same": []}
+    found: dict[str, Any] = {"scales": [], "lrs": [], "norms": [], "skipped": [], "same": [], "applied": []}
     for step in range(4):
         before = whole_weights(engine)
         loss = engine(batch(step, 0, dist.get_rank()))
@@ -60,6 +60,7 @@ def overflows(stage: int) -> dict[str, Any]:
         found["lrs"].append(engine.get_lr()[0])
         found["norms"].append(engine.get_global_grad_norm())
         found["skipped"].append(engine.skipped_steps)
+        found["applied"].append(engine.was_step_applied())
     found["buffer"] = str(engine.module.inverse.dtype), str(engine.module.embed.weight.dtype)
     return found
 
@@ -73,7 +74,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Callable, stage: i
     assert first["same"] == [True, True, True, False]
     assert first["scales"] == [256, 128, 128, 256]  # halved, then doubled after two good steps
     assert first["lrs"] == pytest.approx([0.0, 0.0, 0.005, 0.01])  # the schedule stood still in the second
-    assert first["skipped"] == [0, 1, 1, 1]
+    assert first["skipped"] == [0, 1, 1, 1] and first["applied"] == [True, False, True, True]
     assert norms[1] == norms[0] != norms[2] == pytest.approx(norms[0], rel=0.5)  # a skipped step has none
     assert first["buffer"] == ("torch.float32", "torch.float16")
 

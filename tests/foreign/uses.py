@@ -7,11 +7,13 @@ instead of ``loss.backward()``, the step and the rank, and returns nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -184,6 +186,49 @@ class Prompt(nn.Module):
         return self.weight[1:3]
 
 
+class Elsewhere(Parts):
+    """Parameters outside of their own module's forward: by a function, another method, a generator, forward called
+    directly, under another module's checkpoint, and by a hook that came before the engine's (weight_norm's)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.two, self.normed = nn.Linear(WIDTH, WIDTH), TwoMethods(), nn.Linear(WIDTH, WIDTH)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated, and in many models
+            nn.utils.weight_norm(self.normed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.normed(torch.tanh(self.other(x)))
+        for each in self.parts:
+            x = x + each(x)
+        x = self.parts[0].forward(x)
+        x = checkpoint(lambda x: F.linear(x, self.other.weight, self.normed.bias), x, use_reentrant=False)
+        x = x + sum(self.two(x)) + self.two.sine(x).mul_(self.parts[1][2].bias)
+        return x.square().mean() + self.parts[1][0].weight.detach().norm() * self.parts[2][0].bias.square().sum()
+
+
+class TwoMethods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self.first(x)
+        yield torch.cos(self.first(x))
+
+    def sine(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.second(x))
+
+
+class OnLoan(Parts):
+    """A part's weights gathered by hand inside the forward."""
+
+    def use(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[index](x)
+        with megazero.zero.GatheredParameters(self.parts[index].parameters()):
+            return F.linear(x, self.parts[index][0].weight)
+
+
 class Sizes(nn.Module):
     """Parameters of awkward sizes, each used, and a layer without outputs at the end."""
 
@@ -255,6 +300,15 @@ def on_one_rank(call: Callable, backward: Callable, step: int, rank: int) -> Non
     backward(call(data(step, rank), last=rank == 1))
 
 
+def several(call: Callable, backward: Callable, step: int, rank: int) -> None:
+    """Two forwards and one without gradients, then two backwards."""
+    losses = [call(data(step, rank, index)) for index in range(2)]
+    with torch.no_grad():
+        call(data(step, rank, 2))
+    for loss in losses:
+        backward(loss)
+
+
 USES: dict[str, Use] = {
     "twice in a forward": Use(Twice, plainly),
     "two forwards, one backward": Use(Parts, two_forwards),
@@ -270,6 +324,8 @@ USES: dict[str, Use] = {
     "structures": Use(Structured, with_keywords),
     "an attribute": Use(KeepsAttribute, plainly),
     "weights as outputs": Use(ReturnsWeight, plainly),
+    "used elsewhere": Use(Elsewhere, several),
+    "on loan": Use(OnLoan, several),
 }
 
 

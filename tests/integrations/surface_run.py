@@ -104,10 +104,17 @@ def main() -> None:
         dir(importlib.import_module(module))
     found["lacking"] = lacking
     found["unknown"] = [told("deepspeed.moe"), told("deepspeed.runtime.activation_checkpointing")]
-    try:
-        getattr(importlib.import_module("deepspeed"), "check" + "pointing")
-    except AttributeError as error:
-        found["unknown"].append(str(error))
+    import deepspeed
+
+    for holder, name in (
+        (deepspeed, "checkpointing"),
+        (deepspeed.comm, "log_summary"),
+        (deepspeed.accelerator.get_accelerator(), "on_accelerator"),
+    ):
+        try:
+            getattr(holder, name)
+        except AttributeError as error:
+            found["unknown"].append(str(error))
     child = "import importlib.metadata; print(importlib.metadata.version('deepspeed'))"
     found["child"] = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip()
     found["other sitecustomize"] = getattr(sys, "other_sitecustomize", False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
 from megazero.errors import MegazeroError
+from megazero.foreign.checks import check_parameters
 from megazero.foreign.engine import ZeroEngine
+from megazero.foreign.pipe.grid import PipelineGrid
 from megazero.foreign.pipe.module import PipelineModule
 from megazero.foreign.pipe.stage import LayerStage, MicroBatch
 from megazero.foreign.pipe.transfers import AnnouncedTransfers
@@ -36,6 +38,8 @@ class PipelineEngine(ZeroEngine):
         if self.topology.world.size > 1:
             self.topology.world.all_reduce([trained]).wait()
         self._trains = bool(trained)
+        self.grid = self.mpu = PipelineGrid(self.topology)
+        self._batch_fn: Callable[[Any], Any] | None = None
 
     def _transfers(self) -> AnnouncedTransfers | None:
         module, topology = self.module, self.topology
@@ -64,23 +68,44 @@ class PipelineEngine(ZeroEngine):
     def is_last_stage(self) -> bool:
         return self.module.is_last_stage
 
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """What ``train_batch`` reads where it is given no iterator, epoch after epoch."""
+        if not isinstance(loader, Iterable):
+            raise MegazeroError(f"set_dataloader: takes what gives batches, not a {type(loader).__name__}")
+        self.training_dataloader, self._own_batches = loader, None
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """The same of an iterator, from where it is."""
+        self.set_dataloader(iterator)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """``fn``: what makes (inputs, labels) of each batch that is read."""
+        if not callable(fn):
+            raise MegazeroError(f"set_batch_fn: takes a function of a batch, not a {type(fn).__name__}")
+        self._batch_fn = fn
+
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One optimizer step on the next micro-batches of ``data_iter``, or of the dataloader of ``training_data``,
         epoch after epoch; their mean loss over all processes, on every rank's device.
 
         ``data_iter``: read on the first and the last stage, which must find the same there; None will do on others.
         """
-        if self._destroyed:
-            raise MegazeroError("train_batch: the engine was destroyed; make another of the module with initialize")
+        self._check_alive("train_batch")
         if not self._trains:
             raise MegazeroError("train_batch: no layer has a parameter with requires_grad: there is nothing to train")
         count = self.ds_config.gradient_accumulation_steps
         micro_batches = self._read("train_batch", data_iter, count)
-        self._check_no_stray_gradients()
+        self._check_not_failed("train_batch")
+        check_parameters(self.sharded, at_step=True)
         self.module.train()
         self.stage.begin(self.loss_scaler.value / count)
         with self.reports.timed("forward and backward"):
-            self._executor.run(self._schedules.training(count), micro_batches, _ignored)
+            try:
+                self._executor.run(self._schedules.training(count), micro_batches, _ignored)
+            except BaseException:
+                self.sharded.abandon_backward()
+                self._failed = True
+                raise
         self.module.check_strangers()
         self._loss = self._mean(self.stage.losses)
         with self.reports.timed("step"):
@@ -125,19 +150,13 @@ class PipelineEngine(ZeroEngine):
         return torch.stack(losses).mean().to(self.device)
 
     def _read(self, what: str, data_iter: Iterator[Any] | None, count: int) -> list[MicroBatch]:
-        """The micro-batches of a step, before anything is computed: other stages would wait for one that is missing."""
+        """Of the micro-batches of a step, what this stage uses of each."""
         first, last = self.is_first_stage(), self.is_last_stage()
         if not (first or last):
             return [(None, None)] * count
         found: list[MicroBatch] = []
-        for _ in range(count):
-            try:
-                batch = self._next_batch(data_iter)
-            except StopIteration:
-                raise MegazeroError(
-                    f"{what}: the iterator ended after {len(found)} of {count} micro-batches; give one that goes on, "
-                    "or call it fewer times on every process"
-                ) from None
+        for batch in self._next_batches(what, data_iter, count):
+            batch = batch if self._batch_fn is None else self._batch_fn(batch)
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 kind = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
                 raise MegazeroError(f"{what}: a batch is a {kind}; a pipeline's is (inputs, labels)")
