@@ -36,12 +36,15 @@ FEW = {"zero.stage3_param_persistence_threshold": 100, "zero.offload_optimizer.b
 
 def ways(directory: Path) -> dict[str, dict[str, Any]]:
     disk = {"zero.offload_optimizer.device": "nvme", "zero.offload_optimizer.nvme_path": directory / "files"}
+    parameters = {"zero.offload_param.device": "nvme", "zero.offload_param.nvme_path": directory / "files"}
     return {
         "stage 1": {"zero.stage": 1, **STATE},
         "stage 2, a half": {"zero.stage": 2, **STATE, "zero.offload_optimizer.ratio": 0.5},
         "stage 3, all": {"zero.stage": 3, **STATE, **PARAMETERS},
         "stage 3, parameters": {"zero.stage": 3, **PARAMETERS},
         "stage 3, files": {"zero.stage": 3, **disk, **PARAMETERS},
+        "stage 3, all in files": {"zero.stage": 3, **disk, **parameters},
+        "stage 3, parameters in files": {"zero.stage": 3, **parameters},
         "stage 2, unpinned": {"zero.stage": 2, **STATE, "zero.offload_optimizer.pin_memory": False},
     }
 

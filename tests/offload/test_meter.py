@@ -32,11 +32,12 @@ def advice(seconds: dict[str, float], *, link: float = 0.0, touched: int = 0, **
         ({"copies": 0.4, "wait": 0.1}, {"pinned": False}, ("copies that nothing overlaps", "pin_memory to true")),
         ({"wait": 0.6, "update": 0.9}, {"threads": 1, "touched": 9 * 10**9}, ("10 GB/s", "1 threads", "16 cores")),
         ({"wait": 0.6, "update": 0.2, "files": 0.7}, {}, ("the disk is slower", "moments bf16")),
+        ({"wait": 0.6, "update": 0.2, "parameters": 0.9}, {}, ("read from the disk slower", "micro-batch size")),
         ({"wait": 0.1, "update": 0.2}, {"link": 40e9}, ("the link", "40 GB/s", "micro-batch size")),
         ({"wait": 0.3, "update": 0.5}, {"touched": 45 * 10**9}, ("90 GB/s", "accumulation steps", "ratio")),
         ({"wait": 0.3, "gradients": 0.5}, {}, ("copies between device and host", "micro-batch")),
     ],
-    ids=["unpinned", "one thread", "disk", "tiny micro-batch", "host memory", "link"],
+    ids=["unpinned", "one thread", "disk", "parameters from it", "tiny micro-batch", "host memory", "link"],
 )
 def test_what_bounds_a_step_is_named(seconds: dict, settings: dict, words: tuple[str, ...]) -> None:
     told = advice(seconds, **settings)
