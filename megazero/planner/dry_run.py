@@ -35,7 +35,7 @@ from megazero.planner.model_state import model_state, stage_buffers
 from megazero.planner.offload import block_shares, moved
 from megazero.planner.paper_tier import PaperTier
 from megazero.planner.step_time import stage_counts
-from megazero.planner.traffic import Route, Traffic, check_planned, group_name, step_traffic
+from megazero.planner.traffic import Route, Traffic, check_planned, gathers, group_name, step_traffic
 from megazero.stage import DecoderStage, MicroBatch
 from megazero.topology import Topology
 from megazero.zero.offload.settings import Offload
@@ -70,12 +70,13 @@ def planned(config: Config, world_size: int, rank: int) -> Account:
     if not offload.active:
         return Account(state.total, traffic)
     shares = block_shares(buffers.all, stage, precision, grads, offload)
-    host, link = host_state(shares, offload, gpu=True), moved(shares, stage, offload, micro_batches)
+    host = host_state(shares, offload, gpu=True)
+    link = moved(shares, stage, offload, micro_batches, gathers(config, micro_batches))
     # A slice that is all padding is read, and not changed.
     owned = [bool(buffer.layout.group_ranges(*buffer.layout.shard(dp_rank))) for buffer in buffers.all]
     written = host_state(list(compress(shares, owned)), offload, gpu=True).files
     padding = [share for share, own in zip(shares, owned, strict=True) if not (own or share.values_leave)]
-    still = moved(padding, stage, offload, 1).back
+    still = moved(padding, stage, offload, 1, 0).back
     beside = {("host", "out"): link.out, ("host", "back"): link.back - still}
     unchanged = sum(share.numel * share.value for share, own in zip(shares, owned, strict=True) if _keeps(share, own))
     written += link.written - (unchanged if link.written else 0)

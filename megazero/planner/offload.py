@@ -47,18 +47,18 @@ class Moved:
     written: int
 
 
-def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, passes: int) -> Moved:
-    """``passes``: micro-batches of a step. Parameters off the device are fetched for every forward and backward.
+def moved(shares: Sequence[BlockShare], stage: int, offload: Offload, micro_batches: int, gathers: int) -> Moved:
+    """``gathers``: how often a step makes parameters whole, which fetches those off the device.
 
     Where gradients are cut (stages 2 and 3) every micro-batch's leave, and come back for the next to be added.
     """
     out = back = files = fetched = written = 0
-    reductions = passes if stage >= 2 else 1
+    reductions = micro_batches if stage >= 2 else 1
     for share in shares:
         if share.values_leave:
-            back += 2 * passes * share.numel * share.value
+            back += gathers * share.numel * share.value
         if share.values_leave and offload.parameters == "nvme":
-            fetched += 2 * passes * pages_of(share.numel * share.value)
+            fetched += gathers * pages_of(share.numel * share.value)
             written += share.numel * share.value
         if not share.state_leaves:
             continue

@@ -171,14 +171,17 @@ class _Stage:
         return Pass(forward, backward + slows * (gather + reduce - backward))
 
     def _on_link(self) -> Pass:
-        """What every forward and backward waits for the link to host memory: parameters come in both, and where
-        gradients are cut, those of every micro-batch leave, and those before it come back to be added to."""
-        host, several = self.host, self.step.micro_batches > 1
-        gradients = host.gradients if self.step.config.zero.stage >= 2 and several else 0.0
-        return Pass(
-            max(0.0, host.parameters - self.whole.forward),
-            max(0.0, host.parameters + gradients - self.whole.backward),
-        )
+        """What every forward and backward waits for the link to host memory: parameters come in both, unless they stay,
+        and where gradients are cut, those of every micro-batch leave, and those before it come back to be added to."""
+        host, micro_batches, config = self.host, self.step.micro_batches, self.step.config
+        forward, backward = max(0.0, host.parameters - self.whole.forward), host.parameters
+        if config.parallel.keep_gathered:
+            forward /= micro_batches  # only the first fetches
+        if config.parallel.keep_gathered or not config.zero.reshard_after_forward:
+            backward = 0.0
+        if config.zero.stage >= 2 and micro_batches > 1:
+            backward += host.gradients
+        return Pass(forward, max(0.0, backward - self.whole.backward))
 
     @property
     def exposed_update(self) -> float:

@@ -170,8 +170,12 @@ def _add_data_parallel(add: Add, config: Config, buffers: StageBuffers, kernel: 
         return
     cut = [buffer for buffer in buffers.all if zero.stage == 3 and not buffer.persistent]
     add("dp", [gathered((b for b in buffers.all if zero.stage < 3 or b.persistent), kernel)])
-    passes = 1 if config.parallel.keep_gathered else micro_batches * (2 if zero.reshard_after_forward else 1)
-    add("dp", [gathered(cut, kernel)], passes)
+    add("dp", [gathered(cut, kernel)], gathers(config, micro_batches))
+
+
+def gathers(config: Config, micro_batches: int) -> int:
+    """How often a step makes parameters whole that stage 3 cuts."""
+    return 1 if config.parallel.keep_gathered else micro_batches * (2 if config.zero.reshard_after_forward else 1)
 
 
 def _add_partial_sums(add: Add, config: Config, layout: Layout, rank: int, buffers: StageBuffers) -> None:

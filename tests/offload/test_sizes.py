@@ -16,6 +16,7 @@ from megazero.models.config import ModelConfig
 from megazero.planner.memory import plan
 from megazero.planner.model_state import stage_buffers
 from megazero.planner.offload import block_shares, moved
+from megazero.planner.traffic import gathers
 from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import leaving_blocks
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
@@ -88,7 +89,8 @@ def test_bytes_are_as_planned(zero: dict[str, Any], train: dict[str, Any], tmp_p
         config.train.grad_dtype,
         offload,
     )
-    wanted = moved(shares, config.zero.stage, offload, config.micro_batches(1))
+    micro_batches = config.micro_batches(1)
+    wanted = moved(shares, config.zero.stage, offload, micro_batches, gathers(config, micro_batches))
     scalars = 12 if config.zero.offload_optimizer.device != "none" else 0
     assert link.get("out", 0) == steps * (wanted.out + scalars)
     assert link["back"] == steps * wanted.back

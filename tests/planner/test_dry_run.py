@@ -55,7 +55,18 @@ LAYOUTS: list[tuple[dict, tuple, dict]] = [
     (SMALL, (2, 2, 2, 1, "none", 1, 2), {"zero": {"offload_optimizer": {**SMALL_PIECES, "ratio": 0.6}}}),
     (GROUPED, (1, 1, 2, 3, "full", 1, 4), {"zero": {**EVERYTHING, "stage3_param_persistence_threshold": 100}}),
     (GROUPED, (1, 1, 2, 3, "full", 1, 4), {"zero": {**IN_FILES, "stage3_param_persistence_threshold": 100}}),
-    (SMALL, (1, 2, 2, 3, "none", 1, 2), {"zero": {**IN_FILES, "offload_optimizer": {**SMALL_PIECES, "ratio": 0.6}}}),
+    (
+        SMALL,
+        (1, 2, 2, 3, "none", 1, 2),
+        {
+            "zero": {
+                **IN_FILES,
+                "offload_optimizer": {**SMALL_PIECES, "ratio": 0.6},
+                "stage3_param_persistence_threshold": 100,
+            },
+            "parallel": {"keep_gathered": True},
+        },
+    ),
 ]
 
 
