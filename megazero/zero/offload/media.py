@@ -196,8 +196,10 @@ class InFile:
 
     def _parts(self, name: str, start: int, end: int) -> Iterator[tuple[int, int, torch.Tensor, int, slice]]:
         """Of each piece, elements [first, last) counted from ``start``: room for the pages that hold them, the offset
-        of those in the file, and which of their bytes are meant."""
+        of those in the file, and which of their bytes are meant. Nothing where there are none, wherever that is."""
         itemsize = self._fields[name].itemsize
+        if start == end:
+            return
         for at in range(start // self._piece * self._piece, end, self._piece):
             low, high = max(start, at), min(end, at + self._piece)
             self._wait_for_write(at)
