@@ -469,10 +469,12 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
         process group stays, for who made it. Called by every rank; safe to call twice."""
         self._checkpoints.wait()
         self.reports.close()
-        if not self._destroyed:
-            self._destroyed = True
-            release_module(self.sharded)
-        self.sharded.close()
+        try:
+            if not self._destroyed:
+                self._destroyed = True
+                release_module(self.sharded)
+        finally:
+            self.sharded.close()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
         """What ``to``, ``half`` and the like come to. Parameters stay in their buffers, so nothing may change."""

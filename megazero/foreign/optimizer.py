@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -126,6 +127,7 @@ class ShardOptimizer:
             torch._foreach_mul_(there, factor.to(device, there[0].dtype))
         for part, gradient in zip(parts, gradients, strict=True):
             part.parameter.grad = gradient
+            part.block.changing()
         self._stepping = True
         try:
             if self.skips_on_device and not any(part.is_on_host for part in parts):
@@ -144,7 +146,11 @@ class ShardOptimizer:
         if tier is None:
             self.optimizer.step()
         else:  # in the thread that has the cores; an optimizer's own code is not known to leave what it updates alone
-            tier.submit(self.optimizer.step).result()
+            step = tier.submit(self.optimizer.step)
+            try:
+                step.result()
+            finally:
+                wait([step])  # a signal has come between: what follows may not run beside it
 
     def _updates_on_host(self, factor: torch.Tensor, skip: torch.Tensor) -> dict[Block, Callable[[], None]]:
         """What has the offload's thread update a block, for those whose state is there."""

@@ -42,6 +42,8 @@ class AdamW:
         for bucket in self.sharded.update_buckets:
             blocks = [self.sharded.blocks[i] for i in bucket]
             here = [block for block in blocks if block.host_grad is None]
+            for block in here:
+                block.changing()
             update(here)
             for block in here:
                 block.updated(copied=in_one_pass and not block.values_leave)

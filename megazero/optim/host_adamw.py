@@ -82,7 +82,7 @@ class HostAdam:
             if self._tier.error is not None:
                 raise self._tier.error
             handed = self._update(block, targets, scalars)
-            self._tier.hand_on(partial(_settle, done, handed))
+            self._tier.hand_on(partial(self._settle, done, handed))
         except BaseException as error:
             self._tier.fail(error)
             done.set_exception(error)
@@ -161,15 +161,15 @@ class HostAdam:
             values, link = block.values[start : start + source.numel()], self._tier.link
             return link.bring_masters(values, source) if block.sends_masters else link.bring(values, source)
 
-
-def _settle(done: Future[Arrival], handed: Sequence[Future[Arrival]]) -> None:
-    """All of ``handed`` have run: the last copy ends after the others, which are on its stream."""
-    try:
-        arrivals = [future.result() for future in handed]
-    except BaseException as error:
-        done.set_exception(error)
-    else:
-        done.set_result(arrivals[-1] if arrivals else ARRIVED)
+    def _settle(self, done: Future[Arrival], handed: Sequence[Future[Arrival]]) -> None:
+        """All of ``handed`` have run: the last copy ends after the others, which are on its stream."""
+        try:
+            arrivals = [future.result() for future in handed]
+        except BaseException as error:
+            self._tier.fail(error)
+            done.set_exception(error)
+        else:
+            done.set_result(arrivals[-1] if arrivals else ARRIVED)
 
 
 def _working(block: Block, start: int, end: int) -> Working:

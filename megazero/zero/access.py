@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megazero.errors import MegazeroError
+from megazero.zero.block import State
 from megazero.zero.homes import InEngine, home_of
 
 
@@ -39,7 +40,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     low, high = _cut(start, end, block.owned)
     own = value[low - start : high - start]
     block.settle()
-    if not block.sharding.parameters or block.is_whole:
+    if not block.sharding.parameters or block.state is not State.SHARDED:
         block.use()
         block.views[block.index_of(param)].copy_(value.view(param.shape))
     block.set_values(low - base, own)

@@ -13,7 +13,7 @@ from torch import nn
 
 from megazero.checkpoint.writer import row_runs
 from megazero.comm import Work
-from megazero.errors import MegazeroError
+from megazero.errors import MegazeroError, OffloadError
 from megazero.sharding import Piece, Rectangle
 from megazero.zero.flat import FlatLayout
 from megazero.zero.guard import Guard, placeholder, set_class
@@ -106,6 +106,7 @@ class Block:
         self.sends_masters = tier is not None and state_leaves and tier.settings.sends_masters(self.values_leave)
         self._update: Future[Arrival] | None = None
         self._arrival: Arrival = ARRIVED  # of the last update's values
+        self._behind = False  # the values may not be what the masters are rounded to
         # In float32 the parameter is its own master, where both are kept in the same place.
         apart = dtype != torch.float32 or state_leaves != self.values_leave or self._in_file is not None
         keeps_master = trainable and apart
@@ -180,10 +181,6 @@ class Block:
         self.state = State.GATHERING
         if not self.sharding.parameters:
             set_class(self.parameters, nn.Parameter, self._guard)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.state is State.GATHERED
 
     def index_of(self, parameter: nn.Parameter) -> int:
         """Its place among the block's parameters."""
@@ -264,8 +261,14 @@ class Block:
         self.before_update()
         if self.master is not self.values and not copied:
             self.set_values(0, self.master)
+        self._behind = False
         self.drop_grad()
         self.state = State.SHARDED
+
+    def changing(self) -> None:
+        """An optimizer is about to change the masters on the device. ``updated`` follows, unless a signal comes
+        between: then ``settle`` has the values follow."""
+        self._behind = self.sharding.parameters and self.master is not self.values
 
     def before_update(self) -> None:
         """The owned values are about to change: nothing may be under way with them."""
@@ -290,7 +293,8 @@ class Block:
         return self._update is not None and not self._update.done()
 
     def settle(self) -> None:
-        """Where the host is changing the owned values: wait for that, and order what follows after their arrival."""
+        """Where the host is changing the owned values: wait for that, and order what follows after their arrival.
+        Raises what an update, of this block or another, has ended in: values are of two steps then."""
         if self._update is not None:
             assert self._tier is not None
             try:
@@ -300,6 +304,11 @@ class Block:
                 if self._update.done():  # else a signal has come between: it is still to be waited for
                     self._update = None
             self._arrival.wait()
+        if self._tier is not None and self._tier.error is not None:
+            raise self._tier.error
+        if self._behind:
+            self.set_values(0, self.master)
+            self._behind = False
 
     def accumulate(self) -> None:
         """The running backward has made all the gradients it makes of these parameters: move those that are still on
@@ -441,7 +450,12 @@ class Block:
     def set_values(self, start: int, values: torch.Tensor) -> None:
         """Replace a part of the owned values, from element ``start`` on, rounded to their dtype."""
         if self._in_file is not None:
-            self._in_file.write(start, values)
+            assert self._tier is not None
+            try:
+                self._in_file.write(start, values)
+            except OffloadError as error:
+                self._tier.fail(error)
+                raise
         else:
             self.values[start : start + values.numel()].copy_(values.reshape(-1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -17,14 +18,15 @@ from torch import nn
 
 import megazero
 from megazero.checkpoint import newest, open_checkpoint
-from megazero.errors import OffloadError
+from megazero.errors import CheckpointError, OffloadError
 from megazero.host_memory import HostMemory
 from megazero.models.config import ModelConfig
 from megazero.zero.offload.files import PAGE, StateFile
 from megazero.zero.offload.media import Disk, OnDisk
+from megazero.zero.offload.values import SLOTS
 from tests.distributed.runs import TokenSource, make_engine, random_weights, settings
 from tests.distributed.test_cases import GPT2
-from tests.offload.choices import FILES, in_files, nvme
+from tests.offload.choices import CPU, FILES, in_files, nvme
 
 
 class Sizes(nn.Module):
@@ -66,6 +68,9 @@ def test_any_part_is_replaced_and_nothing_else(tmp_path: Path) -> None:
         stored.write(name, start, values)
         wanted[name][start : start + size] = values
         assert all(torch.equal(stored.read(name, 0, numel), wanted[name]) for name in fields), (name, start, size)
+    stored.write("weight", -3, torch.empty(0))  # of a tensor that ends before what a rank owns
+    assert not stored.read("weight", numel + 3, numel + 3).numel()
+    assert all(torch.equal(stored.read(name, 0, numel), wanted[name]) for name in fields)
     disk.close()
 
 
@@ -156,3 +161,46 @@ def test_a_fault_in_the_middle_leaves_the_checkpoint(fault: str, tmp_path: Path)
             losses.append([float(engine.train_batch(source).loss) for _ in range(2)])
     assert losses[0] == losses[1]
     assert not [*(tmp_path / "files").glob("megazero-*")]
+
+
+@pytest.mark.parametrize("state", [{}, {"offload_optimizer": CPU}], ids=["state on the device", "state on the host"])
+def test_a_step_that_parameters_in_files_have_half_of(state: dict, tmp_path: Path) -> None:
+    """Its error stays: training on, or a checkpoint, would mix two steps. A signal in its midst does not: the values
+    follow their masters when they are next used."""
+    zero = {"stage": 3, **in_files(FILES, tmp_path), **state}
+    tree = settings(GPT2, zero=zero, train={"steps": 4, "precision": "bf16"})
+    tree["checkpoint"] = {"dir": str(tmp_path / "saved")}
+    source = TokenSource(37, 12)
+    with make_engine(tree, random_weights(ModelConfig(**GPT2))) as engine:
+        blocks = [block for block in engine.stage.sharded.blocks if block.values_leave]
+        if not state:
+            with mock.patch.object(blocks[1], "set_values", side_effect=KeyboardInterrupt):
+                with pytest.raises(KeyboardInterrupt):
+                    engine.train_batch(source)
+            for block in blocks:
+                block.settle()
+                assert torch.equal(block.held_values(), block.master.bfloat16())
+        file = engine.stage.sharded.tier.parameter_file.file
+        failed = file._error("written", OSError(errno.ENOSPC, "No space"))
+        with mock.patch.object(file, "write", side_effect=[failed, *[None] * 99]):
+            with contextlib.suppress(OffloadError):
+                engine.train_batch(source)  # of state on the host, the next step says it
+            for use in (engine.train_batch, engine.train_batch, engine.save):
+                with pytest.raises((OffloadError, CheckpointError), match="could not be written: No space"):
+                    use(source)
+
+
+def test_a_file_of_parameters_that_cannot_be_read(tmp_path: Path) -> None:
+    """Every use says so, however many there are; the engine's end does as well, and leaves nothing behind."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **in_files(FILES, tmp_path)}
+    engine, *_ = megazero.initialize(
+        model=nn.Linear(8, 8), config={"train_batch_size": 1, "zero_optimization": zero, "optimizer": {"type": "SGD"}}
+    )
+    parameters = engine.sharded.tier.parameter_file
+    os.truncate(parameters.file.path, 0)
+    for _ in range(SLOTS + 1):
+        with pytest.raises(OffloadError, match="is shorter than it was written"):
+            parameters.bring(torch.empty(8), 0).wait()
+    with pytest.raises(OffloadError, match="is shorter than it was written"):
+        engine.destroy()
+    assert not [*tmp_path.iterdir()]

@@ -71,10 +71,11 @@ class StateFile:
         room = os.statvfs(self.directory)
         free = room.f_bavail * room.f_frsize
         if needed * ranks > free:
+            of_state = self._field.startswith("offload_optimizer")
+            fix = "keep more on the device (ratio)" if of_state else "keep them in host memory (device cpu)"
             raise OffloadError(
                 f"{self._field}: {needed * ranks / 1e9:.1f} GB are needed in {self.directory.parent} ({ranks} x "
-                f"{needed / 1e9:.1f} GB), and {free / 1e9:.1f} GB are free; make room, give another disk, or keep more "
-                "on the device (ratio)"
+                f"{needed / 1e9:.1f} GB), and {free / 1e9:.1f} GB are free; make room, give another disk, or {fix}"
             )
 
     def claim(self, size: int) -> int:

@@ -73,7 +73,7 @@ class Tier:
         return self._worker.submit(work)
 
     def fail(self, error: BaseException) -> None:
-        """An update has ended in ``error``: those asked for after it are not to be made."""
+        """An update has ended in ``error``: those asked for after it are not to be made, and nothing is to be read."""
         self.error = error
         if self.disk is not None:
             self.disk.fail(error)
@@ -86,16 +86,16 @@ class Tier:
         """Wait for the threads and end them; files are removed."""
         self._worker.shutdown()
         self._sender.shutdown()
+        if self.parameter_file is not None:
+            self.parameter_file.close()  # its thread issues copies to the last
         self.link.finish()
         if self.disk is not None:
             self.disk.close()
-        if self.parameter_file is not None:
-            self.parameter_file.close()
 
     def notes(self) -> Iterator[str]:
         """What the user should know of how it is kept."""
         moments, masters = self.settings.moments, self.settings.masters
-        where = {"none": "on the device", "cpu": "in host memory"}.get(self.settings.optimizer)
+        where = "in host memory"
         if self.disk is not None:
             cache = (
                 "bypassing the page cache" if self.disk.file.direct else "through the page cache, as this file system "
@@ -104,7 +104,8 @@ class Tier:
             where = f"in {self.disk.file.path}, {cache}"
         if self.parameter_file is not None:
             yield f"offload: parameters in {self.parameter_file.file.path}"
-        yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {_counted(self.threads)}"
+        if self.settings.optimizer != "none":
+            yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {_counted(self.threads)}"
 
     def advice(self) -> str | None:
         """A step has been issued: what the run should be told, once. On a CPU there is nothing to wait for apart."""

@@ -64,14 +64,16 @@ class ParameterFile:
         return _Promised(self._thread.submit(self._bring, target, offset, self.link.mark()), self.meter)
 
     def _bring(self, target: torch.Tensor, offset: int, asked: Arrival) -> Arrival:
-        slot, sent = self._slots.popleft()
-        sent.wait_on_host()
-        pages = slot[: pages_of(target.nbytes)]
-        with self.meter.timed("parameters"):
-            self.file.read(pages, offset)
-        self.read_bytes += len(pages)
-        arrival = self.link.back_after(target, pages[: target.nbytes].view(target.dtype), asked)
-        self._slots.append((slot, arrival))
+        slot, arrival = self._slots.popleft()
+        try:
+            arrival.wait_on_host()
+            pages = slot[: pages_of(target.nbytes)]
+            with self.meter.timed("parameters"):
+                self.file.read(pages, offset)
+            self.read_bytes += len(pages)
+            arrival = self.link.back_after(target, pages[: target.nbytes].view(target.dtype), asked)
+        finally:
+            self._slots.append((slot, arrival))
         return arrival
 
     def close(self) -> None:
