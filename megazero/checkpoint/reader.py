@@ -136,9 +136,10 @@ class Checkpoint:
         for _ in self.verified_pieces():
             pass
 
-    def verified_pieces(self) -> Iterator[None]:
-        """Checks every byte there is, piece by piece; raises as ``verify`` does."""
-        for rank, file in enumerate(self._ranks):
+    def verified_pieces(self, ranks: Iterable[int] | None = None) -> Iterator[None]:
+        """Checks every byte there is, or of these ranks' files, piece by piece; raises as ``verify`` does."""
+        for rank in range(self.world_size) if ranks is None else ranks:
+            file = self._ranks[rank]
             self._descriptor(file.name)
             for chunk in file.chunks:
                 self._check(chunk)

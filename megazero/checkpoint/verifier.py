@@ -1,29 +1,34 @@
-"""Checkpoints read back after they were saved, by one thread of rank 0, while training goes on.
+"""Checkpoints read back after they were saved, by threads of rank 0, while training goes on.
 
 [Note: from the disk, and out of the way]
 What was just written is still in memory, where it is as it was; so the kernel is told to forget a file before it is
-read. Saves fsync, so that it can. After each piece the thread rests for as long as that took, so that half of the disk
+read. Saves fsync, so that it can. After each piece a thread rests for as long as that took, so that half of the disk
 and of a core is the others' at least; reading and checksums leave Python's lock to the thread that trains. (A low
-priority would not be given back at the end, when the run waits.) Where saves come faster than they can be read back
-only the newest waits for its turn.
+priority would not be given back at the end, when the run waits.) A few threads share the files, as a large run's have
+terabytes. Where saves come faster than they can be read back only the newest waits for its turn.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megazero.checkpoint.locate import DAMAGED, set_aside
+from megazero.checkpoint.locate import DAMAGED, read_whole, set_aside
+from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.writer import CheckpointWriter
+from megazero.cores import own_cores
 from megazero.errors import CheckpointError
 
 _PAUSE = 10.0
 """Seconds before what could not be read, or was not right, is read once more: a disk far away may only be unwell."""
+
+_READERS = 8
+"""Most threads that read one checkpoint; each takes a core, of which the process may have fewer."""
 
 
 class Outcome(NamedTuple):
@@ -41,6 +46,7 @@ class Verifier:
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         self._busy = self._stopped = self._hurries = False
+        self._found = False  # what is wrong with the one that is being read
         self._outcomes: list[Outcome] = []
         self._thread: threading.Thread | None = None
 
@@ -104,15 +110,38 @@ class Verifier:
         return Outcome(path, f"{problem} There is no other, so it stays where it is")
 
     def _problem(self, path: Path) -> str:
+        self._found = False
         try:
-            with Checkpoint(path, past_cache=True) as checkpoint:
+            contents = read_whole(path)
+            count = min(_READERS, own_cores(), len(contents.files))
+            shares = [range(first, len(contents.files), count) for first in range(count)]
+        except CheckpointError as error:
+            return f"{error}."
+        problems = [f"{path}: could not be read to its end."] * count
+
+        def read(index: int) -> None:
+            problems[index] = self._read(path, contents, shares[index])
+
+        # Daemons as well, which those of an executor are not.
+        readers = [threading.Thread(target=read, args=(i,), name=f"verifier {i}", daemon=True) for i in range(count)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return next(filter(None, problems), "")
+
+    def _read(self, path: Path, contents: Manifest, ranks: Iterable[int]) -> str:
+        """What is wrong with some ranks' files."""
+        try:
+            with Checkpoint(path, contents, past_cache=True) as checkpoint:
                 begin = time.monotonic()
-                for _ in checkpoint.verified_pieces():
+                for _ in checkpoint.verified_pieces(ranks):
                     with self._changed:
                         self._changed.wait_for(lambda: self._hurries, time.monotonic() - begin)
-                    if self._stopped:
+                    if self._stopped or self._found:
                         break
                     begin = time.monotonic()
         except CheckpointError as error:
+            self._found = True
             return f"{error}."
         return ""

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from megazero.errors import ConfigError, MegazeroError, WorldSizeError
-from megazero.integrations.mistakes import about_a_config
+from megazero.launch.mistakes import about_a_config
 
 CRASHED, USER_ERROR, STUCK = 1, 2, 3
 """Exit codes: an exception; what is the user's to mend; the watchdog's end. After the second a new start is no use."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from threading import current_thread
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megazero.checkpoint import CheckpointWriter, newest_or_none, verifier
 from megazero.checkpoint.locate import VERIFIED, set_aside
 from megazero.checkpoint.verifier import Verifier
 from megazero.sharding import Rectangle
+from tests.checkpoint.thread_group import ThreadGroup, run_ranks
 from tests.engine.tiny import open_run, run_script, steps_in, tiny, write_corpus
 
 CHUNK = ("weight", "w", Rectangle((0,), (2000,)), (2000,), torch.ones(2000))
@@ -23,8 +25,8 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "_PAUSE", 0.01)
 
 
-def flip(checkpoint: Path) -> None:
-    path = checkpoint / "rank_00000.safetensors"
+def flip(checkpoint: Path, rank: int = 0) -> None:
+    path = checkpoint / f"rank_{rank:05}.safetensors"
     data = bytearray(path.read_bytes())
     data[-1000] ^= 4
     path.write_bytes(data)
@@ -99,6 +101,27 @@ def test_what_comes_from_a_disk_is_read_twice_before_it_is_called_damaged(
     monkeypatch.setattr(os, "posix_fadvise", lambda *a: forgotten.append(a[1:]) or advise(*a))
     assert read_back(writer, path) == [("step_00000001", "")] and len(calls) == 2
     assert forgotten == [(0, 0, os.POSIX_FADV_DONTNEED)] * 3  # before each of the readings, and after the one
+
+
+@pytest.mark.parametrize("cores", [1, 3, 16])
+def test_threads_share_the_files_of_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Each byte is read once, by as many threads as there are cores and files; a fault in any file is found."""
+    monkeypatch.setattr(verifier, "own_cores", lambda: cores)
+    writers: list[CheckpointWriter] = []
+
+    def saves(group: ThreadGroup) -> Path:
+        writer = CheckpointWriter(tmp_path, group, verifies=True)
+        writers.extend([writer] if group.rank == 0 else [])
+        box = Rectangle((2000 * group.rank,), (2000,))
+        return [writer.save(step, [("weight", "w", box, (10_000,), torch.ones(2000))]) for step in (1, 2)][1]
+
+    path, real, read = run_ranks(5, saves)[0], os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *given: read.append(current_thread().name) or real(*given))
+    assert read_back(writers[0], path) == [("step_00000002", "")]
+    assert len(read) == 5 and len({*read}) == min(cores, 5)
+    flip(path, rank=3)
+    ((_, problem),) = read_back(writers[0], path)
+    assert "rank_00003.safetensors: damaged: the checksum of weight of w" in problem
 
 
 def test_one_that_has_been_removed_or_was_not_finished_is_not_spoken_of(tmp_path: Path) -> None:

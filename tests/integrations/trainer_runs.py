@@ -40,7 +40,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from megazero.errors import MegazeroError
 from megazero.foreign.consolidate import consolidate
-from megazero.integrations.mistakes import about_a_config
+from megazero.launch.mistakes import about_a_config
 
 OUT = Path(next(word for word in sys.argv[1:] if not word.startswith("--")))
 RANK = int(os.environ["RANK"])

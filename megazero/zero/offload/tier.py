@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megazero.cores import own_cores
 from megazero.host_memory import HostMemory, check_host_memory, wait_for_all
 from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
@@ -43,9 +43,9 @@ class Tier:
             record, files = planned.record, planned.files
             self.disk = Disk(settings.nvme_path, self.memory, buffers, record, files, ahead, behind)
         self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
-        self.threads = settings.threads or own_threads()
+        self.threads = settings.threads or own_cores()
         pinned = settings.pin_memory and settings.pin_parameters
-        self.meter = Meter(self.link.bytes, self.threads, own_threads(), pinned)
+        self.meter = Meter(self.link.bytes, self.threads, own_cores(), pinned)
         self.parameter_file: ParameterFile | None = None
         if settings.parameters == "nvme":
             assert settings.parameters_path is not None
@@ -141,8 +141,3 @@ def claim_tier(settings: Offload, device: torch.device, shares: Sequence[BlockSh
 
 def _counted(threads: int) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''}"
-
-
-def own_threads() -> int:
-    """Cores that this process may use, shared with the other ranks of its machine."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
