@@ -83,8 +83,7 @@ class IndexedDataset:
         index_path, bin_path = companion(prefix, "idx"), companion(prefix, "bin")
         for path in (index_path, bin_path):
             if not path.is_file():
-                hint = " (give the prefix, without .bin or .idx)" if self.prefix.endswith((".bin", ".idx")) else ""
-                raise DataError(f"{path} does not exist; data/preprocess.py --output {prefix} would write it{hint}")
+                raise DataError(f"{path} does not exist; {self._advice()}")
         self._open_index(index_path)
         stored = bin_path.stat().st_size
         described = self._described_bytes()
@@ -96,6 +95,14 @@ class IndexedDataset:
         self.tokens: np.ndarray = map_file(bin_path).view(self.dtype)
         self.metadata = self._read_metadata()
         self.mask = self._map_mask()
+
+    def _advice(self) -> str:
+        """What to do about a prefix at which there is no dataset."""
+        if self.prefix.endswith((".bin", ".idx")):
+            return f"give the prefix, without .bin or .idx: {self.prefix[:-4]}"
+        if Path(self.prefix).is_file():
+            return f"data/preprocess.py --input {self.prefix} --output PREFIX makes a dataset of it; give that PREFIX"
+        return f"data/preprocess.py --output {self.prefix} would write it"
 
     def _open_index(self, path: Path) -> None:
         size = path.stat().st_size

@@ -71,7 +71,8 @@ def world_problems(config: Config, world_size: int) -> Problems:
             "train.global_batch_size",
             f"{train.global_batch_size} is not a multiple of train.micro_batch_size x dp = "
             f"{train.micro_batch_size} x {dp} = {unit}, where dp is {world_size} processes / ({cell}); "
-            f"use {_multiples(train.global_batch_size, unit)}",
+            f"use {_multiples(train.global_batch_size, unit)}"
+            + (", or a smaller train.micro_batch_size" if train.global_batch_size % dp == 0 else ""),
         )
     for value in dict.fromkeys(train.rampup_batch_size[:2] if train.rampup_batch_size else ()):
         if value % unit:

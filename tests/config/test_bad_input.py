@@ -55,6 +55,11 @@ BAD = [
         {"train.global_batch_size": "10 is not a multiple of train.micro_batch_size x dp = 4 x 2 = 8"},
     ),
     ("--train.global_batch_size 4", 8, {"train.global_batch_size": "use 8"}),
+    (
+        "--train.global_batch_size 8 --train.micro_batch_size 16",
+        1,
+        {"train.global_batch_size": "; use 16, or a smaller train.micro_batch_size"},
+    ),
     ("--model.num_key_value_heads 5", 1, {"model.num_key_value_heads": "5 does not divide"}),
     ("--model.num_key_value_heads 0", 1, {"model.num_key_value_heads": "at least 1"}),
     ("--model.preset qwen2.5-7b --parallel.tp 7", 7, {"parallel.tp": "model.num_key_value_heads = 4 "}),

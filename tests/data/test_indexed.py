@@ -153,6 +153,10 @@ def test_giving_a_file_for_a_prefix_is_explained(tmp_path):
     prefix = write_dataset(tmp_path / "d", DOCUMENTS)
     with pytest.raises(DataError, match="give the prefix, without .bin"):
         IndexedDataset(f"{prefix}.bin")
+    text = tmp_path / "text.jsonl"
+    text.touch()
+    with pytest.raises(DataError, match=f"preprocess.py --input {text} --output PREFIX makes a dataset of it"):
+        IndexedDataset(text)
 
 
 @pytest.mark.parametrize(
