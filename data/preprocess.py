@@ -121,8 +121,6 @@ def write(parts: list[tuple[str, Iterator[Document]]], arguments: argparse.Names
                     "bytes": size,
                 }
             )
-        if not any(description["bytes"] for description in metadata):
-            raise ConfigError.single("--input", f"there is no text in {', '.join(map(str, arguments.input))}")
         for writer, description in zip(writers, metadata, strict=True):
             writer.commit(description)
     finally:

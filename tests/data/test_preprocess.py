@@ -224,16 +224,6 @@ def test_a_directory_in_the_place_of_a_file(tmp_path, suffix):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.txt", wrong.name])
 
 
-def test_inputs_without_text_make_no_dataset(tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "empty.txt").touch()
-    inputs = [tmp_path / "empty.jsonl", tmp_path / "empty.txt"]
-    done = preprocess("--input", *inputs, "--tokenizer", "byte", "--append-eod", "--output", tmp_path / "o")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--input: there is no text in" in done.stderr and "empty.txt" in done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"empty.jsonl", "empty.txt"}
-
-
 def test_damage_found_by_a_worker_leaves_the_earlier_dataset(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     arguments = ("--tokenizer", "byte", "--output", tmp_path / "o", "--workers", 2)

@@ -50,6 +50,7 @@ def check(result: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.whole
 def test_by_the_launcher(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -87,6 +87,7 @@ def without_a_name() -> list[str]:
     return command if allowed else []
 
 
+@pytest.mark.whole
 def test_two_runs_at_once_one_of_them_stopped_by_sigterm(corpus: Path, tmp_path: Path, ranks: Callable) -> None:
     """The one to be stopped runs in a path with spaces, on a machine without a name. It saves, and resumes exactly."""
     places = [tmp_path / "a b" / "c d", tmp_path / "other"]
