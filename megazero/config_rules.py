@@ -348,8 +348,7 @@ def _offload(config: Config) -> Problems:
             "zero.offload_optimizer.device",
             f"{state.device} has no meaning with {stage}; use 1, 2 or 3, which on one process cut nothing",
         )
-    for section in ("zero.offload_optimizer", "zero.offload_param"):
-        own = state if section.endswith("optimizer") else parameters
+    for section, own in (("zero.offload_optimizer", state), ("zero.offload_param", parameters)):
         if own.device == "nvme" and not own.nvme_path:
             yield (
                 f"{section}.nvme_path",

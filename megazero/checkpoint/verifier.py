@@ -113,14 +113,14 @@ class Verifier:
         self._found = False
         try:
             contents = read_whole(path)
-            count = min(_READERS, own_cores(), len(contents.files))
-            shares = [range(first, len(contents.files), count) for first in range(count)]
         except CheckpointError as error:
             return f"{error}."
+        files = len(contents.files)
+        count = min(_READERS, own_cores(), files)
         problems = [f"{path}: could not be read to its end."] * count
 
         def read(index: int) -> None:
-            problems[index] = self._read(path, contents, shares[index])
+            problems[index] = self._read(path, contents, range(index, files, count))
 
         # Daemons as well, which those of an executor are not.
         readers = [threading.Thread(target=read, args=(i,), name=f"verifier {i}", daemon=True) for i in range(count)]

@@ -432,7 +432,7 @@ class Block:
         self.settle()
         if self.store is not None:
             return self.store.read(kind, 0, self.owned[1] - self.owned[0])
-        if kind == "weight" and self._in_file is not None and self.master is self.values:
+        if kind == "weight" and self._is_in_file:
             return self.held_values().float()
         return self.master if kind == "weight" else self.optimizer_state[kind]
 
@@ -441,11 +441,16 @@ class Block:
         self.settle()
         if self.store is not None:
             self.store.write(kind, start, values)
-        elif kind == "weight" and self._in_file is not None and self.master is self.values:
+        elif kind == "weight" and self._is_in_file:
             self.set_values(start, values)
         else:
             self._arrival.wait_on_host()  # the device may still be reading the masters
             self.owned_state(kind)[start : start + values.numel()].copy_(values.reshape(-1))
+
+    @property
+    def _is_in_file(self) -> bool:
+        """Whether the float32 weights are the values alone, and these are in a file."""
+        return self._in_file is not None and self.master is self.values
 
     def set_values(self, start: int, values: torch.Tensor) -> None:
         """Replace a part of the owned values, from element ``start`` on, rounded to their dtype."""

@@ -94,11 +94,10 @@ def shares_of(
 
 def host_state(shares: Sequence[BlockShare], offload: Offload, gpu: bool) -> HostState:
     """``gpu``: the device has memory of its own, to which values go through pinned buffers."""
-    parameters, parameter_files, parameter_slots = sum(s.numel * s.value for s in shares if s.values_leave), 0, 0
-    if offload.parameters == "nvme":
-        parameters = 0
-        sizes = (share.numel * share.value for share in shares if share.values_leave)
-        parameter_files, parameter_slots = file_and_slots(sizes)
+    values = [share.numel * share.value for share in shares if share.values_leave]
+    in_files = offload.parameters == "nvme"
+    parameters = 0 if in_files else sum(values)
+    parameter_files, parameter_slots = file_and_slots(values if in_files else ())
     leaving = [share for share in shares if share.state_leaves]
     gradients = sum(share.numel * share.gradient for share in leaving)
     state = files = record = 0
