@@ -1,6 +1,7 @@
 """From settings to one rank's model: the one place that knows the order in which everything is applied.
 
-Model on the meta device → tensor parallelism → fused pieces → recompute → compile → place of activations → ZeRO.
+Model on the meta device → tensor parallelism → fused pieces → recompute → compile → place of activations → ZeRO → who
+makes the matrices' gradients.
 Nothing before the last takes memory.
 """
 
@@ -119,7 +120,9 @@ def build_stage(
     )
     install_hooks(sharded)
     contexts = ContextBuilder(model, config.data.seq_length, device, config.train.seed)
-    return DecoderStage(decoder, chunks, sharded, contexts, tp, device, splits)
+    # What is computed again is there in backward only, too late for what forward hands out.
+    catches = config.train.recompute == "none"
+    return DecoderStage(decoder, chunks, sharded, contexts, tp, device, catches, splits)
 
 
 def zero_settings(config: Config) -> ZeroSettings:

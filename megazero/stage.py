@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import torch
 
 from megazero.models.context import ContextBuilder
 from megazero.models.gpt import GPT
-from megazero.tensor_parallel.deferred import DeferredWeights, DeferringLinear, make_gradient
 from megazero.tensor_parallel.mappings import TensorParallel
+from megazero.tensor_parallel.weight_products import Product, ProbedLinear, catch_products, probed_linears
 from megazero.zero.sharded import ShardedModel
 
 MicroBatch = Mapping[str, torch.Tensor]
@@ -22,7 +22,8 @@ class DecoderStage:
     """The decoder's layers of one pipeline rank, with their parameters under ZeRO.
 
     ``chunks``: the layers, by global index, that run between one transfer and the next: of one stage or of several.
-    ``splits_backward``: gradients of the layers' matrices are left to ``backward_weight``.
+    ``catches``: gradients of the layers' matrices are made here and not by autograd. ``splits_backward``: they are left
+    to ``backward_weight``, and need to be caught.
 
     ``loss_weight``: what each token's loss is multiplied by before backward: a number or a scalar tensor.
     """
@@ -35,21 +36,19 @@ class DecoderStage:
         contexts: ContextBuilder,
         tp: TensorParallel,
         device: torch.device,
+        catches: bool,
         splits_backward: bool = False,
     ) -> None:
         self.model, self.chunks, self.sharded, self.tp, self.device = model, chunks, sharded, tp, device
         self.contexts = contexts
         # By unit, the last first; those of an embedding or of the head are none.
         self._linears = [
-            [
-                linear
-                for module in unit.plan.modules
-                for linear in module.modules()
-                if isinstance(linear, DeferringLinear)
-            ]
+            [linear for module in unit.plan.modules for linear in probed_linears(module)]
             for unit in reversed(sharded.units)
         ]
-        self._deferred = DeferredWeights([*chain(*self._linears)]) if splits_backward else None
+        self._put_off: deque[dict[ProbedLinear, Product]] | None = deque() if splits_backward else None
+        for layer in model.layers.values() if catches else ():
+            catch_products(layer, self._caught)
         self.loss_weight: float | torch.Tensor = 1.0
 
     def forward(self, micro_batch: MicroBatch, x: torch.Tensor | None, chunk: int) -> torch.Tensor:
@@ -63,11 +62,7 @@ class DecoderStage:
         if context.dropout_key is not None:
             context = context._replace(dropout_key=self.tp.slice_tokens(context.dropout_key))
         x = tokens[:, :-1].flatten() if x is None else x
-        if self._deferred is not None and torch.is_grad_enabled():
-            with self._deferred.forward(tokens[:, 1:].numel()):
-                x = self.model(x, context, self.chunks[chunk])
-        else:
-            x = self.model(x, context, self.chunks[chunk])
+        x = self.model(x, context, self.chunks[chunk])
         if self.model.head is not None and chunk == len(self.chunks) - 1:
             weights = tensors["weights"].flatten() * self.loss_weight
             x = self.model.head(x, tokens[:, 1:].flatten(), weights)
@@ -80,19 +75,36 @@ class DecoderStage:
         self.sharded.finish_backward()
 
     def backward_input(self, output: torch.Tensor, gradient: torch.Tensor | None, chunk: int) -> None:
+        assert self._put_off is not None
+        self._put_off.append({})
         self.sharded.begin_backward(chunk, completes=False)
         torch.autograd.backward(output, gradient)
         self.sharded.finish_backward()
 
     def backward_weight(self, chunk: int) -> None:
-        assert self._deferred is not None
-        products = self._deferred.take()
+        assert self._put_off is not None
+        products = self._put_off.popleft()
         self.sharded.begin_backward(chunk)
         for unit, linears in zip(reversed(range(len(self.sharded.units))), self._linears, strict=True):
             for linear in linears:
-                make_gradient(linear, products[linear])
+                if linear in products:
+                    self._make_gradient(products.pop(linear))
             self.sharded.unit_complete(unit)
         self.sharded.finish_backward()
+
+    def _caught(self, products: Sequence[Product]) -> None:
+        """A layer's backward has made what its matrices' gradients are products of."""
+        for product in products:
+            if self._put_off is None:
+                self._make_gradient(product)
+            else:
+                self._put_off[-1][product.linear] = product
+
+    def _make_gradient(self, product: Product) -> None:
+        """And let go of what it is made of."""
+        if product.grad is not None and product.inside is not None:
+            self.sharded.add_product(product.linear.weight, product.grad.t(), product.inside)
+        product.grad = product.inside = None
 
     def gather(self) -> None:
         self.sharded.gather()

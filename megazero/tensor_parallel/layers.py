@@ -13,9 +13,9 @@ from torch import nn
 from megazero.models.layers import Head, PositionEmbedding, ProjectIn, ProjectOut, WordEmbedding, repeat_rows
 from megazero.sharding import Piece, Rectangle, Replication, ShardSpec, whole
 from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entropy
-from megazero.tensor_parallel.deferred import DeferringLinear, deferring_linear
 from megazero.tensor_parallel.linear import column_linear, leave_region, row_linear
 from megazero.tensor_parallel.mappings import TensorParallel
+from megazero.tensor_parallel.weight_products import ProbedLinear, probed_linear
 
 
 def replicated(spec: ShardSpec, tp: TensorParallel, partial: bool) -> ShardSpec:
@@ -25,7 +25,7 @@ def replicated(spec: ShardSpec, tp: TensorParallel, partial: bool) -> ShardSpec:
     return spec.replicated_over(Replication("tp", tuple(range(tp.size)), "partial" if partial else "equal"))
 
 
-class ColumnParallelLinear(DeferringLinear):
+class ColumnParallelLinear(ProbedLinear):
     """ProjectIn with its output features cut: a whole number of units of every part on each rank.
 
     A part of fewer units than ranks (key/value heads, say) has each unit on tp/units neighbouring ranks, whose
@@ -71,12 +71,12 @@ class ColumnParallelLinear(DeferringLinear):
     def forward(self, x_TH: torch.Tensor, with_bias: bool = True) -> tuple[torch.Tensor, ...]:
         """(T or T/tp, H) → one (T, local features) per part. ``with_bias``: false: the caller adds it."""
         bias = self.bias if with_bias else None
-        if self.probe is not None:
-            return deferring_linear(self, x_TH, bias, column=True).split(self.sizes, dim=-1)
+        if self.is_probed:
+            return probed_linear(self, x_TH, bias, self.sizes, column=True)
         return column_linear(x_TH, self.weight, bias, self.tp).split(self.sizes, dim=-1)
 
 
-class RowParallelLinear(DeferringLinear):
+class RowParallelLinear(ProbedLinear):
     """ProjectOut with its input features cut. The bias is added once, after the sum over ranks."""
 
     def __init__(self, plain: ProjectOut, path: str, tp: TensorParallel) -> None:
@@ -94,8 +94,9 @@ class RowParallelLinear(DeferringLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(T, local features) → (T or T/tp, H)."""
-        if self.probe is not None:
-            return deferring_linear(self, x, self.bias, column=False)
+        if self.is_probed:
+            (y,) = probed_linear(self, x, self.bias, [self.weight.shape[0]], column=False)
+            return y
         return row_linear(x, self.weight, self.bias, self.tp)
 
 

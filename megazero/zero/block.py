@@ -330,10 +330,7 @@ class Block:
         there."""
         if indices is None:
             indices = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        if self.grad is None:
-            self.grad = torch.empty(self.layout.numel, dtype=self.grad_dtype, device=self.flat.device)
-            self._grad_views, self._written = self._views_of(self.grad), set()
-            torch._foreach_zero_([self.grad[a:b] for a, b in self.layout.gaps()] or [self.grad[:0]])
+        self._take_buffer()
         for operation, chosen in (
             (torch._foreach_copy_, [i for i in indices if i not in self._written]),
             (torch._foreach_add_, [i for i in indices if i in self._written]),
@@ -343,6 +340,19 @@ class Block:
         self._written.update(indices)
         for i in indices:
             self.parameters[i].grad = None
+
+    def _take_buffer(self) -> None:
+        """Backward reaches the block: the flat buffer of gradients, if it is not there. Its gaps are zero."""
+        if self.grad is None:
+            self.grad = torch.empty(self.layout.numel, dtype=self.grad_dtype, device=self.flat.device)
+            self._grad_views, self._written = self._views_of(self.grad), set()
+            torch._foreach_zero_([self.grad[a:b] for a, b in self.layout.gaps()] or [self.grad[:0]])
+
+    def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add ``left`` (rows, n) · ``right`` (n, columns) to the gradient of a matrix, in the flat buffer."""
+        self._take_buffer()
+        write_product(self._grad_views[index], left, right, adds=index in self._written)
+        self._written.add(index)
 
     def take_gradient(self, whole: torch.Tensor) -> None:
         """All gradients of the step are, or will be in order on the current stream, in a buffer that somebody keeps; no
@@ -509,6 +519,24 @@ class Block:
 
 def _read(store: Store, kind: str, start: int, end: int, shape: Sequence[int]) -> torch.Tensor:
     return store.read(kind, start, end).view(shape)
+
+
+def write_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, adds: bool) -> None:
+    """``out`` = left · right, or that added to it. A GPU's product ends in ``out`` itself, without being rounded to the
+    factors' dtype."""
+    alike = out.dtype == left.dtype
+    if out.is_cuda and (alike or out.dtype == torch.float32):
+        dtype = {} if alike else {"out_dtype": out.dtype}
+        if adds:
+            torch.addmm(out, left, right, out=out, **dtype)
+        else:
+            torch.mm(left, right, out=out, **dtype)
+    elif adds:
+        out += left @ right
+    elif alike:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,12 @@ class GradientReduction:
         if self._blocks[index].trainable:
             self._blocks[index].move()
 
+    def add_product(self, index: int, position: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """A matrix's gradient of the running backward is left · right."""
+        if self._blocks[index].trainable:
+            assert index not in self._complete, self._blocks[index].layout.name
+            self._blocks[index].add_product(position, left, right)
+
     def accumulate(self, index: int) -> None:
         """A block's parameters have all their gradients of the running backward."""
         if self._blocks[index].trainable and index not in self._complete:

@@ -167,6 +167,7 @@ class ShardedModel(Loans):
             freed = [self.blocks[i] for i in indices if self.blocks[i].sharding.parameters]
             self.units.append(_Unit(unit, indices, freed, set(unit.modules)))
         self._plan_buckets()
+        self._places = {p: (i, at) for i, block in enumerate(self.blocks) for at, p in enumerate(block.parameters)}
         self._unit_of = {block: i for i, unit in enumerate(self.units) for block in unit.blocks}
         self._running: Counter[int] = Counter()  # modules of a unit in the midst of their forward
         self._kept: set[int] = set()  # units whose parameters stay whole to the end of the next backward
@@ -433,6 +434,11 @@ class ShardedModel(Loans):
         """Autograd has made the gradient of one parameter of a block."""
         if self.in_backward:
             self.reduction.gradient_ready(index, position)
+
+    def add_product(self, parameter: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
+        """The gradient of a matrix, by the running backward, is left (rows, n) · right (n, columns); autograd has made
+        none. Its unit is not yet complete."""
+        self.reduction.add_product(*self._places[parameter], left, right)
 
     def finish_backward(self) -> None:
         """Call after every backward: flush blocks that autograd did not report, in order."""
