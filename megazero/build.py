@@ -171,6 +171,8 @@ def fuse_layers(decoder: GPT) -> None:
         norm, mlp = layer.mlp_norm, layer.mlp
         if isinstance(norm, LayerNorm) and norm.weight.numel() <= fused.MOST_FEATURES:
             layer.add_norm = fused.add_norm
+        if layer.attention.qkv.bias is not None:
+            layer.attention.qkv.join = fused.join
         if mlp.activation is gelu_tanh and mlp.inner.bias is not None:
             mlp.bias_activation = fused.bias_gelu
 

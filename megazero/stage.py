@@ -10,7 +10,7 @@ import torch
 from megazero.models.context import ContextBuilder
 from megazero.models.gpt import GPT
 from megazero.tensor_parallel.mappings import TensorParallel
-from megazero.tensor_parallel.weight_products import Product, ProbedLinear, catch_products, probed_linears
+from megazero.tensor_parallel.weight_products import ProbedLinear, Product, catch_products, probed_linears
 from megazero.zero.sharded import ShardedModel
 
 MicroBatch = Mapping[str, torch.Tensor]

@@ -14,7 +14,7 @@ from megazero.models.context import Context
 from megazero.models.dropout import Dropout, Site, derive_key, layer_keys
 from megazero.models.layers import Head, PositionEmbedding, WordEmbedding
 from megazero.models.mlp import MLP
-from megazero.models.norm import build_norm
+from megazero.models.norm import AddNorm, add_norm, build_norm
 
 
 class Embedding(nn.Module):
@@ -42,11 +42,10 @@ class Layer(nn.Module):
 
     Layers of one model differ in their parameters alone, so one compiled graph serves them all.
 
-    ``add_norm``: the first addition and the norm behind it in one (x, branch, weight, bias, eps → sum, normed), where a
-    build has put one.
+    ``add_norm``: a build may put another one in its place.
     """
 
-    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    add_norm: AddNorm = staticmethod(add_norm)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -62,13 +61,9 @@ class Layer(nn.Module):
     def forward(self, x_TH: torch.Tensor, context: Context) -> torch.Tensor:
         """(T, H) → (T, H). ``context.dropout_key``: (2, T), the keys of the layer's two sites."""
         attention_key, mlp_key = (None, None) if context.dropout_key is None else context.dropout_key.unbind()
-        attended = self.attention_dropout(self.attention(self.attention_norm(x_TH), context), attention_key)
-        norm = self.mlp_norm
-        if self.add_norm is None:
-            x_TH = x_TH + attended
-            normed = norm(x_TH)
-        else:
-            x_TH, normed = self.add_norm(x_TH, attended, norm.weight, norm.bias, norm.eps)
+        x_TH, normed = self.add_norm(x_TH, None, self.attention_norm)
+        attended = self.attention_dropout(self.attention(normed, context), attention_key)
+        x_TH, normed = self.add_norm(x_TH, attended, self.mlp_norm)
         return x_TH + self.mlp_dropout(self.mlp(normed), mlp_key)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -45,3 +47,13 @@ def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
     """The norm over the residual stream that the config asks for."""
     kind = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[config.norm]
     return kind(config.hidden_size, config.norm_eps)
+
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None, nn.Module], tuple[torch.Tensor, torch.Tensor]]
+"""(T, H), and what a branch adds to it if there is one, and a norm → their sum, and that under the norm."""
+
+
+def add_norm(x_TH: torch.Tensor, branch_TH: torch.Tensor | None, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """As AddNorm, in plain operations."""
+    x_TH = x_TH if branch_TH is None else x_TH + branch_TH
+    return x_TH, norm(x_TH)

@@ -1,5 +1,5 @@
-"""Linears whose weights' gradients are made outside of autograd: products that end in the gradient buffer, unrounded and
-added to what is there, with no copy between.
+"""Linears whose weights' gradients are made outside of autograd: products that end in the gradient buffer, unrounded
+and added to what is there, with no copy between.
 
 They are made as soon as a layer's backward has run, or later, for the pipeline schedules that put them off (Qi et al.
 2023, arXiv 2401.10241).
@@ -43,8 +43,9 @@ def join(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ProbedLinear(nn.Module):
-    """A linear that leaves its weight's gradient to others while it has a ``probe``: that of the first use in a forward,
-    whose input is then ``inside``, (T, local in_features), T all tokens. ``join``: for results taken in parts."""
+    """A linear that leaves its weight's gradient to others while it has a ``probe``: that of the first use in a
+    forward, whose input is then ``inside``, (T, local in_features), T all tokens. ``join``: for results taken in parts.
+    """
 
     weight: nn.Parameter
     tp: TensorParallel

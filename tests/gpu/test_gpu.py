@@ -13,15 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.build import fuse_layers, wrap_layers
+from megazero.build import DTYPES, fuse_layers, wrap_layers
 from megazero.config import load_config
 from megazero.models.config import ModelConfig
 from megazero.models.context import build_context
 from megazero.models.gpt import GPT
+from megazero.models.norm import LayerNorm, add_norm
 from megazero.planner.memory import plan
 from megazero.telemetry.timeline import bubble_fraction, measured_bars
 from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entropy
 from megazero.tensor_parallel.mappings import TensorParallel
+from megazero.tensor_parallel.parallelize import parallelize
+from megazero.tensor_parallel.weight_products import Product, catch_products, join
+from megazero.zero.block import write_product
 from tests.engine.tiny import (
     ROOT,
     SCRIPT,
@@ -273,10 +277,18 @@ def test_a_layer_with_fused_pieces_is_the_plain_layer(dtype: torch.dtype, recomp
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
     plain.to(dtype)
-    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    exact = copy.deepcopy(plain).double()
+    with torch.device("meta"):
+        fused = GPT(config, first=False, last=False)
+    parallelize(fused, TensorParallel(), 1, tied=True)
+    fused.to_empty(device="cuda").to(dtype).load_state_dict(plain.state_dict())
     fuse_layers(fused)
-    assert all(layer.add_norm and layer.mlp.bias_activation for layer in fused.layers.values())
+    for layer in fused.layers.values():
+        assert layer.add_norm is not add_norm and layer.attention.qkv.join is not join and layer.mlp.bias_activation
     wrap_layers(fused, recompute, compiles=True, tp_size=1, keeps_rng=False)
+    if recompute == "none":
+        for layer in fused.layers.values():
+            catch_products(layer, multiply)
     x = torch.randn(7 * 149, 96, device="cuda", generator=generator).to(dtype)
     found = []
     for model, kind in ((fused, dtype), (plain, dtype), (exact, torch.float64)):
@@ -289,22 +301,56 @@ def test_a_layer_with_fused_pieces_is_the_plain_layer(dtype: torch.dtype, recomp
         assert ours <= 1.3 * theirs + 1e-6
 
 
+def multiply(products: list[Product]) -> None:
+    """Make the gradients of matrices as the gradient buffer has them made."""
+    for product in products:
+        weight = product.linear.weight
+        assert weight.grad is None and product.grad is not None and product.inside is not None
+        weight.grad = torch.empty_like(weight)
+        write_product(weight.grad, product.grad.t(), product.inside, adds=False)
+
+
+@pytest.mark.parametrize(("dtype", "buffer"), [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_products_end_in_the_gradient_buffer(dtype: str, buffer: str) -> None:
+    """Of odd sizes, into rows of a larger buffer, alone and added: the nearest to float64 that the buffer can hold."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    left, right = (torch.randn(700, n, device="cuda", generator=generator).to(DTYPES[dtype]) for n in (33, 65))
+    wanted = left.double().t() @ right.double()
+    whole = torch.full((3 + 33 * 65 + 5,), 7.0, device="cuda", dtype=DTYPES[buffer])
+    out = whole[3 : 3 + 33 * 65].view(33, 65)
+    for times, last in ((1, {"fp32": 1e-5, "bf16": 4e-3}[buffer]), (2, {"fp32": 1e-5, "bf16": 8e-3}[buffer])):
+        write_product(out, left.t(), right, adds=times > 1)
+        assert float((out.double() - times * wanted).abs().max() / wanted.abs().max()) < last
+    assert bool((whole[:3] == 7).all()) and bool((whole[-5:] == 7).all())
+
+
 def test_fused_pieces_take_tensors_of_any_strides() -> None:
-    """The kernels go by rows; a transposed tensor is the same numbers elsewhere."""
+    """The kernels go by rows; a transposed tensor is the same numbers elsewhere, and so is a part of a wider one."""
     from megazero.models import fused
 
     generator = torch.Generator("cuda").manual_seed(0)
     x, branch, grad = (torch.randn(40, 30, device="cuda", generator=generator) for _ in range(3))
-    weight, bias = (torch.randn(40, device="cuda", generator=generator) for _ in range(2))
+    norm = LayerNorm(40, 1e-5).cuda()
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
 
-    def gradients(given: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in (*given, weight, bias)]
-        total, normed = fused.add_norm(*leaves, 1e-5)
-        return list(torch.autograd.grad([fused.bias_gelu(total, leaves[3]), normed], leaves, [grad.t(), 2 * grad.t()]))
+    def gradients(x: torch.Tensor, branch: torch.Tensor | None) -> list[torch.Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, branch) if tensor is not None]
+        total, normed = fused.add_norm(leaves[0], None if branch is None else leaves[1], norm)
+        outputs = [fused.bias_gelu(total, norm.bias), normed]
+        return list(torch.autograd.grad(outputs, [*leaves, *norm.parameters()], [grad.t(), 2 * grad.t()]))
 
-    found, wanted = gradients((x.t(), branch.t())), gradients((x.t().contiguous(), branch.t().contiguous()))
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for more in (branch, None):
+        there = None if more is None else more.t()
+        found = gradients(x.t(), there)
+        wanted = gradients(x.t().contiguous(), None if there is None else there.contiguous())
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    parts = [x, x.t()[:, :3], branch[:, 5:17], x[:, :1].expand(40, 9)]
+    parts = [part[:30] for part in parts]
+    whole, sums = fused.join(parts)
+    assert torch.equal(whole, torch.cat(parts, dim=1))
+    torch.testing.assert_close(sums, whole.sum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
