@@ -85,8 +85,8 @@ class FiniteWatch:
             for first, last, piece, _ in block.layout.pieces(start, end):
                 self._check(Phase.WEIGHTS, f"the weight {piece.name}", held[first - start : last - start])
         for block in stage.sharded.trained:
-            if block.has_grad:
-                grad, base = block.owned_grad(), block.owned[0]
+            if block.gradient.present:
+                grad, base = block.gradient.owned(), block.owned[0]
                 for first, last, piece, _ in block.layout.pieces(*block.owned):
                     part = grad[first - base : last - base]
                     self._check(Phase.REDUCTION, f"the reduced gradient of {piece.name}", part)

@@ -95,7 +95,7 @@ class StepGraph:
         self._fill(micro_batches)
         stage.loss_weight = self._loss_weight
         self._graph, self._loss = self._record(lambda: self._run(actions, self._inputs))
-        self._gradients = [block.owned_grad() for block in stage.sharded.trained]
+        self._gradients = [block.gradient.owned() for block in stage.sharded.trained]
 
     def _fill(self, micro_batches: Sequence[MicroBatch]) -> None:
         for there, micro_batch in zip(self._inputs, micro_batches, strict=True):

@@ -81,7 +81,7 @@ class EngineCheckpoints:
         meta = self._joined(self._together(lambda: self._meta(client_state, exclude_frozen)))
         state = self._together(self._rank_state)
         writer = WriterWithScript(root, self._group if self._saver is None else self._saver_group)
-        if any(block.has_grad for block in engine.sharded.trained):
+        if any(block.gradient.present for block in engine.sharded.trained):
             self._say(f"saving {root / tag} between accumulation boundaries: the gradients so far are not in it")
 
         def write(chunks: Any, rank_state: Mapping[str, torch.Tensor]) -> Path:

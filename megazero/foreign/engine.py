@@ -191,7 +191,7 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
                 check_parameters(self.sharded, at_step=True)
                 check_groups(self.shard_optimizer)
         # What was made may have been forgotten since.
-        if not self._has_backward or boundary and not any(block.has_grad for block in self.sharded.trained):
+        if not self._has_backward or boundary and not any(block.gradient.present for block in self.sharded.trained):
             raise MegazeroError("step: no backward has been run since the last step; call engine.backward(loss) first")
 
     def _end_step(self) -> None:

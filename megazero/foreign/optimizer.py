@@ -32,7 +32,7 @@ class Part:
 
     def gradient(self) -> torch.Tensor:
         """In the master's dtype; may be written to."""
-        return self.block.owned_grad()[self.range].view(self.shape).to(self.parameter.dtype)
+        return self.block.gradient.owned()[self.range].view(self.shape).to(self.parameter.dtype)
 
     @property
     def is_on_host(self) -> bool:

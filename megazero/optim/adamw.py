@@ -86,7 +86,7 @@ class AdamW:
             adamw(
                 block.master,
                 None if block.master is block.values or block.values_leave else block.values,
-                block.owned_grad(),
+                block.gradient.owned(),
                 block.optimizer_state["exp_avg"],
                 block.optimizer_state["exp_avg_sq"],
                 decayed=end - block.owned[0],
@@ -120,7 +120,7 @@ class AdamW:
                 continue
             part = slice(found[0] - block.owned[0], found[1] - block.owned[0])
             masters.append(block.master[part])
-            grads.append(block.owned_grad()[part].float())
+            grads.append(block.gradient.owned()[part].float())
             exp_avgs.append(block.optimizer_state["exp_avg"][part])
             exp_avg_sqs.append(block.optimizer_state["exp_avg_sq"][part])
         if not masters:

@@ -55,9 +55,9 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if not isinstance(home, InEngine):
         return param.grad
     home.sharded.wait_for_gradients()
-    if not home.block.has_grad:
+    if not home.block.gradient.present:
         return None
-    whole = home.block.gradient_share(*_range(home, param), home.sharded.reduced)
+    whole = home.block.gradient.share(*_range(home, param), home.sharded.reduced)
     group = home.sharded.groups.whole
     if group.size > 1 and whole.numel():
         group.all_reduce([whole]).wait()

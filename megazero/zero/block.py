@@ -16,6 +16,7 @@ from megazero.comm import Work
 from megazero.errors import MegazeroError, OffloadError
 from megazero.sharding import Piece, Rectangle
 from megazero.zero.flat import FlatLayout
+from megazero.zero.gradient import GradientBuffer, views_of
 from megazero.zero.guard import Guard, placeholder, set_class
 from megazero.zero.offload.gradients import HostGradient
 from megazero.zero.offload.link import ARRIVED, Arrival
@@ -90,7 +91,7 @@ class Block:
         self.layout, self.sharding = layout, sharding
         self.shard = layout.shard(rank)
         self.owned = self.shard if sharding.state else (0, layout.numel)
-        self.grad_dtype, self.trainable = grad_dtype, trainable
+        self.trainable = trainable
         self.flat = torch.zeros(layout.numel, dtype=dtype, device=device)
         owned = self.flat[slice(*self.owned)]
         # The owned values in the parameters' dtype: where parameters are cut, all that stays of them.
@@ -118,13 +119,11 @@ class Block:
         else:
             self.master = self.new_state(pin=self.sends_masters) if keeps_master else self.values
         self.optimizer_state: dict[str, torch.Tensor] = {}
-        self.grad: torch.Tensor | None = None
-        self._grad_views: list[torch.Tensor] = []
-        self._written: set[int] = set()  # parameters whose gradient is in the buffer
-        self._kept: torch.Tensor | None = None  # of the owned range, reduced
-        self._incoming: torch.Tensor | None = None  # the same, of a reduction under way
         self.parameters = [parameters[entry.name] for entry in layout.entries]
-        self.views = self._views_of(self.flat)
+        self.gradient = GradientBuffer(
+            layout, self.parameters, sharding.gradients, self.shard, self.owned, grad_dtype, device, self.host_grad
+        )
+        self.views = views_of(self.layout, self.flat)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
         self._guard: type[nn.Parameter] | None = None
@@ -146,13 +145,6 @@ class Block:
         if self._memory is not None:
             return self._memory.empty(numel, torch.float32, pin)
         return torch.zeros(numel, dtype=torch.float32, device=self.flat.device)
-
-    @staticmethod
-    def _view(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
-        return flat[start : start + torch.Size(shape).numel()].view(shape)
-
-    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [self._view(flat, entry.start, entry.spec.local_shape) for entry in self.layout.entries]
 
     def _drop_storage(self) -> None:
         self.flat.untyped_storage().resize_(0)
@@ -237,7 +229,7 @@ class Block:
         del self.views, self.flat
         with torch.inference_mode(False):  # what is made here is used in training as well
             self.flat = torch.empty(numel, dtype=dtype, device=device)
-            self.views = self._views_of(self.flat)
+            self.views = views_of(self.layout, self.flat)
         self.flat.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
@@ -262,7 +254,7 @@ class Block:
         if self.master is not self.values and not copied:
             self.set_values(0, self.master)
         self._behind = False
-        self.drop_grad()
+        self.gradient.drop()
         self.state = State.SHARDED
 
     def changing(self) -> None:
@@ -280,7 +272,7 @@ class Block:
     def updating(self, update: Future[Arrival]) -> None:
         """Follows ``before_update``: the host is changing the owned values, and sends them on its way here."""
         self._update = update
-        self.drop_grad()
+        self.gradient.drop()
         self.state = State.SHARDED
 
     @property
@@ -309,133 +301,6 @@ class Block:
         if self._behind:
             self.set_values(0, self.master)
             self._behind = False
-
-    def accumulate(self) -> None:
-        """The running backward has made all the gradients it makes of these parameters: move those that are still on
-        the parameters into the flat buffer, and let the rest of it be zero.
-
-        [Note: lifetime of gradient buffers]
-        The buffer is taken when backward first reaches the block and dropped by the update, or, where gradients are
-        cut, when its reduction is done; collectives on it have been waited for on the compute stream by then, so the
-        allocator may hand it out again.
-        """
-        self.move()
-        unused = [view for i, view in enumerate(self._grad_views) if i not in self._written]
-        if unused:
-            torch._foreach_zero_(unused)
-        self._written.update(range(len(self.parameters)))
-
-    def move(self, indices: Sequence[int] | None = None) -> None:
-        """Move the gradients of some parameters (None: of all that have one) into the flat buffer, adding to what is
-        there."""
-        if indices is None:
-            indices = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        self._take_buffer()
-        for operation, chosen in (
-            (torch._foreach_copy_, [i for i in indices if i not in self._written]),
-            (torch._foreach_add_, [i for i in indices if i in self._written]),
-        ):
-            if chosen:
-                operation([self._grad_views[i] for i in chosen], [_dense(self.parameters[i].grad) for i in chosen])
-        self._written.update(indices)
-        for i in indices:
-            self.parameters[i].grad = None
-
-    def _take_buffer(self) -> None:
-        """Backward reaches the block: the flat buffer of gradients, if it is not there. Its gaps are zero."""
-        if self.grad is None:
-            self.grad = torch.empty(self.layout.numel, dtype=self.grad_dtype, device=self.flat.device)
-            self._grad_views, self._written = self._views_of(self.grad), set()
-            torch._foreach_zero_([self.grad[a:b] for a, b in self.layout.gaps()] or [self.grad[:0]])
-
-    def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add ``left`` (rows, n) · ``right`` (n, columns) to the gradient of a matrix, in the flat buffer."""
-        self._take_buffer()
-        write_product(self._grad_views[index], left, right, adds=index in self._written)
-        self._written.add(index)
-
-    def take_gradient(self, whole: torch.Tensor) -> None:
-        """All gradients of the step are, or will be in order on the current stream, in a buffer that somebody keeps; no
-        backward adds to them."""
-        assert self.grad is None, self.layout.name
-        self.grad, self._grad_views = whole, []
-
-    def reduce_into(self) -> torch.Tensor:
-        """Where a reduce-scatter of the buffer puts this rank's slice: elsewhere, if the rest is to be dropped."""
-        assert self.grad is not None, self.layout.name
-        if not self.sharding.gradients:
-            return self.grad[slice(*self.shard)]
-        self._incoming = torch.empty(self.shard[1] - self.shard[0], dtype=self.grad.dtype, device=self.grad.device)
-        return self._incoming
-
-    def keep_owned(self) -> None:
-        """The buffer was reduced: add the owned range of it to those of earlier reductions, and drop the rest."""
-        assert self.grad is not None, self.layout.name
-        part, self._incoming = self._incoming, None
-        if part is None:
-            part = self.grad[slice(*self.owned)]
-            part = part.clone() if part.numel() < self.grad.numel() else part
-        if self._kept is None:
-            self._kept = part
-        else:
-            self._kept += part
-        self.grad, self._grad_views = None, []
-
-    def leave(self) -> None:
-        """The buffer was reduced, and the state is kept off the device: so is the gradient of the owned range from here
-        on, and the rest is dropped."""
-        assert self.host_grad is not None
-        self.settle()
-        part = self._kept
-        if part is None:
-            assert self.grad is not None, self.layout.name
-            part = self.grad[slice(*self.owned)]
-        self.host_grad.take(part)
-        self.grad = self._kept = None
-        self._grad_views = []
-
-    @property
-    def has_grad(self) -> bool:
-        left = self.host_grad is not None and self.host_grad.present
-        return left or self.grad is not None or self._kept is not None
-
-    def owned_grad(self) -> torch.Tensor:
-        """The reduced gradient of the owned range; where the state is kept off the device, there."""
-        if self.host_grad is not None and self.host_grad.present:
-            assert self.grad is None and self._kept is None, self.layout.name
-            return self.host_grad.there()
-        if self._kept is not None and self.grad is not None:
-            self.keep_owned()
-        if self._kept is not None:
-            return self._kept
-        assert self.grad is not None, self.layout.name
-        return self.grad[slice(*self.owned)]
-
-    def gradient_share(self, start: int, end: int, reduced: bool) -> torch.Tensor:
-        """This rank's summand of the gradient of [start, end), float32: over all ranks they add up to the whole.
-
-        ``reduced``: whether ``grad`` holds the sum in this rank's slice.
-        """
-        share = torch.zeros(end - start, dtype=torch.float32, device=self.flat.device)
-        left = self.host_grad.send_back() if self.host_grad is not None and self.host_grad.present else None
-        start_of = self.owned[0]
-        for values, base, whole in (
-            (left, start_of, False),
-            (self._kept, start_of, False),
-            (self.grad, 0, not reduced),
-        ):
-            if values is not None:
-                low, high = (start, end) if whole else (max(start, self.shard[0]), min(end, self.shard[1]))
-                if low < high:
-                    share[low - start : high - start] += values[low - base : high - base]
-        return share
-
-    def drop_grad(self) -> None:
-        """Forget what was accumulated."""
-        self.grad = self._kept = None
-        self._grad_views = []
-        if self.host_grad is not None:
-            self.host_grad.drop()
 
     def owned_state(self, kind: str) -> torch.Tensor:
         """The owned range of the weights (``weight``, in float32), or of what the optimizer keeps under that name."""
@@ -519,25 +384,3 @@ class Block:
 
 def _read(store: Store, kind: str, start: int, end: int, shape: Sequence[int]) -> torch.Tensor:
     return store.read(kind, start, end).view(shape)
-
-
-def write_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, adds: bool) -> None:
-    """``out`` = left · right, or that added to it. A GPU's product ends in ``out`` itself, without being rounded to the
-    factors' dtype."""
-    alike = out.dtype == left.dtype
-    if out.is_cuda and (alike or out.dtype == torch.float32):
-        dtype = {} if alike else {"out_dtype": out.dtype}
-        if adds:
-            torch.addmm(out, left, right, out=out, **dtype)
-        else:
-            torch.mm(left, right, out=out, **dtype)
-    elif adds:
-        out += left @ right
-    elif alike:
-        torch.mm(left, right, out=out)
-    else:
-        out.copy_(left @ right)
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

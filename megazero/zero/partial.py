@@ -44,7 +44,7 @@ class PartialSums:
     def sum(self) -> None:
         """Replace every partial gradient by the sum over its replicas."""
         for communicator, ranges in self._ranges:
-            views = [self.blocks[index].owned_grad()[a:b] for index, a, b in ranges]
+            views = [self.blocks[index].gradient.owned()[a:b] for index, a, b in ranges]
             large = [v for v in views if v.numel() >= LARGE]
             small = [v for v in views if v.numel() < LARGE]
             here = [v.to(self._device) for v in large]  # the same tensors, unless they are in host memory
@@ -88,13 +88,13 @@ class GradientNorm:
         for index, whole, late in self._ranges:
             block = self.blocks[index]
             if block.host_grad is None:
-                parts = [block.owned_grad()[a:b] for a, b in (*whole, *late)]
+                parts = [block.gradient.owned()[a:b] for a, b in (*whole, *late)]
                 views |= enumerate(parts, start=len(norms))
                 norms += parts
                 continue
             norms += block.host_grad.norms  # taken when it left
             if late:
-                there = block.owned_grad()
+                there = block.gradient.owned()
                 found = torch._foreach_norm([there[a:b] for a, b in late], 2, dtype=torch.float32)
                 norms += [norm.to(device) for norm in found]
         if not norms:

@@ -69,29 +69,29 @@ class GradientReduction:
             self.wait()
             for index in chain.from_iterable(self._buckets):
                 if self._blocks[index].host_grad is None:
-                    self._blocks[index].keep_owned()
+                    self._blocks[index].gradient.keep_owned()
             self._reduced.remove(chunk)
 
     def gradient_ready(self, index: int, position: int) -> None:
         """Autograd has made the gradient of one parameter of a block."""
         if index not in self._complete:
-            self._blocks[index].move([position])
+            self._blocks[index].gradient.move([position])
 
     def move(self, index: int) -> None:
         """Of a block's gradients those are there that this backward makes; a later one makes the rest."""
         if self._blocks[index].trainable:
-            self._blocks[index].move()
+            self._blocks[index].gradient.move()
 
     def add_product(self, index: int, position: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """A matrix's gradient of the running backward is left · right."""
         if self._blocks[index].trainable:
             assert index not in self._complete, self._blocks[index].layout.name
-            self._blocks[index].add_product(position, left, right)
+            self._blocks[index].gradient.add_product(position, left, right)
 
     def accumulate(self, index: int) -> None:
         """A block's parameters have all their gradients of the running backward."""
         if self._blocks[index].trainable and index not in self._complete:
-            self._blocks[index].accumulate()
+            self._blocks[index].gradient.accumulate()
             self._complete.add(index)
 
     def issue_ready(self) -> None:
@@ -112,9 +112,9 @@ class GradientReduction:
     def _issue(self, blocks: Sequence[Block]) -> Work | None:
         if not blocks or self._group.size == 1:
             return None
-        grads = [block.grad for block in blocks]
+        grads = [block.gradient.buffer for block in blocks]
         if self._sharding.state:
-            return self._group.reduce_scatter(grads, [block.reduce_into() for block in blocks])
+            return self._group.reduce_scatter(grads, [block.gradient.reduce_into() for block in blocks])
         return self._group.all_reduce(grads)
 
     def move_all(self) -> None:
@@ -145,7 +145,7 @@ class GradientReduction:
         """Of every trained block, in order: what a step's backwards have made where there is nothing to reduce."""
         assert self._group.size == 1 and not self._lets_go
         for block, gradient in zip(self.trained, whole, strict=True):
-            block.take_gradient(gradient)
+            block.gradient.take(gradient)
         self._reduced.update(range(len(self._chunks)))
 
     def finish_cut(self, count: int) -> None:
@@ -160,9 +160,10 @@ class GradientReduction:
             work.wait()
         for block in (self._blocks[i] for i in bucket):
             if self._sharding.gradients:
-                block.keep_owned()
+                block.gradient.keep_owned()
             if block.host_grad is not None:
-                block.leave()
+                block.settle()
+                block.gradient.leave()
 
     def wait(self) -> None:
         """Order what follows after every reduction."""
@@ -178,4 +179,4 @@ class GradientReduction:
         """Gradients that no step has used are as if they had not been."""
         self.finish()
         for block in self.trained:
-            block.drop_grad()
+            block.gradient.drop()

@@ -494,7 +494,7 @@ class ShardedModel(Loans):
         replicate = self.groups.replicate
         if replicate.size == 1:
             return
-        grads = [block.owned_grad() for block in self.trained if block.host_grad is None]
+        grads = [block.gradient.owned() for block in self.trained if block.host_grad is None]
         if grads:
             replicate.all_reduce(grads).wait()
         for host_grad in (block.host_grad for block in self.trained):

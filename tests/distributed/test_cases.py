@@ -175,12 +175,13 @@ def norm_of_ones_on_the_word_embedding(tree: dict[str, Any]) -> float:
         sharded = engine.stage.sharded
         make_whole(sharded)
         for block in sharded.blocks:
-            block.grad = torch.zeros(block.layout.numel)
+            block.gradient.buffer = torch.zeros(block.layout.numel)
             for first, last, piece, _ in block.layout.pieces(0, block.layout.numel):
                 if piece.name == f"{WORD}.weight":
-                    block.grad[first:last] = 1 / tree["parallel"]["pp"]  # the two copies' shares of a gradient of 1
+                    # The two copies' shares of a gradient of 1.
+                    block.gradient.buffer[first:last] = 1 / tree["parallel"]["pp"]
             if tree["zero"]["stage"] > 1:
-                block.keep_owned()
+                block.gradient.keep_owned()
         tokens = 48.0 if engine.topology.rank == 0 else 0.0
         sums = engine.optimizer.run(1, 0.0, torch.zeros((), dtype=torch.float64), tokens, 48, False)
         return float(sums.grad_norm)
@@ -207,7 +208,7 @@ def reduced_gradients(
         optimizer, step = engine.optimizer.adam, engine.optimizer.adam.step
 
         def recording(lr: float, factor: torch.Tensor, skip: torch.Tensor) -> None:
-            pieces.extend(state_pieces(engine, "gradient", lambda block: block.owned_grad() * factor.float()))
+            pieces.extend(state_pieces(engine, "gradient", lambda block: block.gradient.owned() * factor.float()))
             step(lr, factor, skip)
 
         optimizer.step = recording

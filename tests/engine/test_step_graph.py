@@ -22,14 +22,14 @@ class Again:
     def __init__(self, engine: Engine, work: Callable[[], torch.Tensor]) -> None:
         self._sharded, self._work = engine.stage.sharded, work
         self.loss, self.replays, self.is_reset = work(), 0, False
-        self._gradients = [block.owned_grad() for block in self._sharded.trained]
+        self._gradients = [block.gradient.owned() for block in self._sharded.trained]
 
     def replay(self) -> None:
         self.replays += 1
         self._sharded.forget_gradients()
         self.loss.copy_(self._work())
         for kept, block in zip(self._gradients, self._sharded.trained, strict=True):
-            kept.copy_(block.owned_grad())
+            kept.copy_(block.gradient.owned())
         self._sharded.forget_gradients()
         self._sharded.take_gradients(self._gradients)
 

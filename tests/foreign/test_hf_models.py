@@ -93,7 +93,7 @@ def adapters(stage: int, directory: str) -> dict[str, Any]:
     for step in range(STEPS):
         tokens = batch(step, 0, dist.get_rank(), VOCABULARY)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        assert not any(b.has_grad or b.grad is not None for b in engine.sharded.blocks if not b.trainable)
+        assert not any(b.gradient.present for b in engine.sharded.blocks if not b.trainable)
         engine.step()
     blocks = [block for block in engine.sharded.blocks if not block.trainable]
     optimizer_elements = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])

@@ -25,7 +25,7 @@ from megazero.tensor_parallel.cross_entropy import chunk_loss, linear_cross_entr
 from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.tensor_parallel.parallelize import parallelize
 from megazero.tensor_parallel.weight_products import Product, catch_products, join
-from megazero.zero.block import write_product
+from megazero.zero.gradient import write_product
 from tests.engine.tiny import (
     ROOT,
     SCRIPT,

@@ -127,10 +127,14 @@ def test_storages_of_125_million_parameters_on_four_ranks(stage: int, precision:
         )
         AdamW(sharded, (0.9, 0.95), 1e-8, 0.1, torch.device("meta"))
         for block in sharded.blocks:
-            block.accumulate()
+            block.gradient.accumulate()
             if block.sharding.gradients:
-                block.keep_owned()
-        held = [x for block in sharded.blocks for x in (*vars(block).values(), *block.optimizer_state.values())]
+                block.gradient.keep_owned()
+        held = [
+            x
+            for block in sharded.blocks
+            for x in (*vars(block).values(), *vars(block.gradient).values(), *block.optimizer_state.values())
+        ]
         assert storage_bytes(x for x in held if isinstance(x, torch.Tensor)) == planned.total
     # 64 elements align a parameter; the rest of the padding is 47 rows of the vocabulary.
     assert planned.padding < planned.total / 500

@@ -93,7 +93,7 @@ def reduce_once(stage: int, bucket: int, skips: list[list[int | None]]):
             sharded.reduce_in_next_backward()
         forward_backward(model, sharded, data(rank, micro_batch), skip)
     sharded.wait_for_gradients()
-    grads = [(index, *block.owned, block.owned_grad().clone()) for index, block in enumerate(sharded.blocks)]
+    grads = [(index, *block.owned, block.gradient.owned().clone()) for index, block in enumerate(sharded.blocks)]
     return grads, dict(sharded.groups.whole.calls), dict(sharded.groups.whole.elements)
 
 
