@@ -21,6 +21,7 @@ def _copy_and_sum(
     columns,
     part_stride,
     out_stride,
+    start,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
     tiles: tl.constexpr,
@@ -32,10 +33,10 @@ def _copy_and_sum(
         row = first + tile * tile_rows
         inside = (row < rows) & (column < columns)
         values = tl.load(part_ptr + row * part_stride + column, inside, other=0.0)
-        tl.store(out_ptr + row * out_stride + column, values, inside)
+        tl.store(out_ptr + row * out_stride + start + column, values, inside)
         sums += values.to(tl.float32)
     total = tl.sum(sums, 0)[None, :]
-    tl.store(sums_ptr + tl.program_id(1) * out_stride + column, total, column < columns)
+    tl.store(sums_ptr + tl.program_id(1) * out_stride + start + column, total, column < columns)
 
 
 @triton_op("megazero::join", mutates_args={})
@@ -49,16 +50,17 @@ def _join(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         part = part if part.stride(1) == 1 else part.contiguous()
         wrap_triton(_copy_and_sum)[triton.cdiv(columns, COLUMNS), down](
             part,
-            out[:, start:],
-            sums[:, start:],
+            out,
+            sums,
             rows,
             columns,
             part.stride(0),
             out.stride(0),
+            start,
             tile_rows=ROWS,
             tile_columns=COLUMNS,
             tiles=TILES,
-            num_warps=8,
+            num_warps=4,
         )
         start += columns
     return out, sums

@@ -89,10 +89,6 @@ def _norm_backward(
     tl.store(bias_sums_ptr + partial, bias_sum, inside)
 
 
-def _warps(width: int) -> int:
-    return 4 if width <= 1024 else 8
-
-
 def _forward(
     x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -118,7 +114,7 @@ def _forward(
         eps,
         adds=branch is not x,
         width=width,
-        num_warps=_warps(width),
+        num_warps=4,
     )
     return total, normed, mean, scale
 
@@ -148,7 +144,7 @@ def _add_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, features = total.shape
     width = triton.next_power_of_2(features)
-    rows_each = max(8, triton.cdiv(rows, 2048))
+    rows_each = max(8, triton.cdiv(rows, 1024))
     programs = triton.cdiv(rows, rows_each)
     out = torch.empty_like(total)
     weight_sums = torch.empty(programs, features, dtype=torch.float32, device=total.device)
@@ -167,7 +163,7 @@ def _add_norm_backward(
         features,
         rows_each,
         width=width,
-        num_warps=_warps(width),
+        num_warps=4 if width <= 1024 else 8,
     )
     return out, weight_sums, bias_sums
 
