@@ -172,9 +172,10 @@ def head_seconds(machine: Machine, size: Sizes) -> Pass:
     return Pass(products.forward + products.backward + logits + sums + norm, scaled + norm)
 
 
-def gradient_seconds(machine: Machine, parameters: int, grad_bytes: int, adds: bool) -> float:
-    """Gradients moved from where autograd leaves them into the flat buffer, or added to what is there."""
-    if machine.practice.fuses_gradient:
+def gradient_seconds(machine: Machine, parameters: int, grad_bytes: int, adds: bool, recompute: str) -> float:
+    """Gradients moved from where autograd leaves them into the flat buffer, or made there; ``adds``: to others."""
+    fuses = machine.practice.fuses_gradient
+    if fuses == "always" or (fuses == "without recompute" and recompute == "none"):
         return machine.moved(parameters * grad_bytes * (2 if adds else 1))
     return machine.moved(parameters * (ELEMENT + grad_bytes * (2 if adds else 1)))
 

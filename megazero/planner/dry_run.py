@@ -171,7 +171,7 @@ class Held:
         elsewhere = tier.memory.storages if isinstance(tier, PaperTier) else set()
         for index, block in enumerate(self._sharded.blocks):
             storages = {}
-            for held in (*vars(block).values(), *block.optimizer_state.values()):
+            for held in (*vars(block).values(), *vars(block.gradient).values(), *block.optimizer_state.values()):
                 if isinstance(held, torch.Tensor):
                     storages[held.untyped_storage()._cdata] = held.untyped_storage().nbytes()
             size = sum(size for storage, size in storages.items() if storage not in elsewhere)

@@ -6,6 +6,7 @@ megazero's is what plans are made with. The others are there to hold the model o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,10 @@ class Practice:
     of its collectives that run beside products; ``attention``: speed against the chip's best kernel;
     ``repeated_products``: share of the matrix products that selective recompute does again; ``passes``: over memory
     per pass of a fused kernel; ``logit_bytes``: that cross memory per logit, from product to product;
-    ``loss_has_backward``: the gradients of the output projection are made in backward; ``fuses_gradient``: a weight's
-    product adds to its gradient in the same pass; ``stores_scores``: attention is matrix products with the scores in
-    memory, which is what selective recompute does again; ``recomputes_all``: full recompute makes a layer's last
-    product again, although backward has no use for it.
+    ``loss_has_backward``: the gradients of the output projection are made in backward; ``fuses_gradient``: when a
+    weight's product adds to its gradient in the same pass; ``stores_scores``: attention is matrix products with the
+    scores in memory, which is what selective recompute does again; ``recomputes_all``: full recompute makes a layer's
+    last product again, although backward has no use for it.
 
     What the host takes to issue a layer's forward and backward is Efficiency.issue times ``issued_layer``, and by these
     parts of it more: ``issued_collective`` for each along tp, ``issued_gathers`` at stage 3, ``issued_again`` for full
@@ -33,7 +34,7 @@ class Practice:
     passes: float = 1.0
     logit_bytes: float = 8.0
     loss_has_backward: bool = False
-    fuses_gradient: bool = False
+    fuses_gradient: Literal["always", "without recompute", "never"] = "without recompute"
     stores_scores: bool = False
     recomputes_all: bool = False
     issued_layer: float = 1.0
@@ -53,7 +54,7 @@ MEGATRON_2024 = Practice(
     passes=3.5,
     logit_bytes=52.0,
     loss_has_backward=True,
-    fuses_gradient=True,
+    fuses_gradient="always",
     recomputes_all=True,
     issued_layer=0.0,
 )
@@ -62,20 +63,23 @@ MEGATRON_2021 = Practice(
     partial_sum_bytes=2,
     logit_bytes=52.0,
     loss_has_backward=True,
-    fuses_gradient=True,
+    fuses_gradient="always",
     stores_scores=True,
     recomputes_all=True,
     issued_layer=0.0,
 )
 # A model of transformers under its Trainer, without torch.compile. No run stands behind it: it is Megatron-LM's unfused
 # kernels and logits, and a host that issues an eager layer as megazero's issues its own.
-TRANSFORMERS = Practice(passes=3.5, logit_bytes=52.0, loss_has_backward=True, recomputes_all=True)
+TRANSFORMERS = Practice(
+    passes=3.5, logit_bytes=52.0, loss_has_backward=True, fuses_gradient="never", recomputes_all=True
+)
 # torchtitan with torch.compile: torch's flash attention (262 TFLOP/s where cuDNN's has 459), every other product of a
 # layer done again under selective recompute, logits in float32.
 TORCHTITAN = Practice(
     partial_sum_bytes=2,
     attention=0.57,
     repeated_products=0.5,
+    fuses_gradient="never",
     passes=1.3,
     logit_bytes=16.0,
     loss_has_backward=True,

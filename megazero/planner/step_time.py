@@ -243,7 +243,8 @@ class StepModel:
         if last:
             compute = compute + head_seconds(machine, size)
         units = unit_elements(model, size, layers, first, last, model.tie_word_embeddings and first)
-        moved = gradient_seconds(machine, sum(units), self.grad_bytes, adds=self.micro_batches > 1)
+        recompute, adds = self.config.train.recompute, self.micro_batches > 1
+        moved = gradient_seconds(machine, sum(units), self.grad_bytes, adds, recompute)
         forward, backward = self._along_tp(layers, first, last)
         hidden = 1 - self.practice.hides_tensor_parallel
         exposed = Pass(hidden * forward, hidden * backward)

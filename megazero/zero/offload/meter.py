@@ -23,13 +23,14 @@ class Meter:
     """``moved``: bytes over the link, by direction. ``touched``: of host memory that the update passes over, so far.
 
     ``threads``, ``cores``: of the update, and those that there are for it. ``pinned``: whether copies are asynchronous.
+    ``few_bits``: whether the update changes the form of state.
     """
 
-    def __init__(self, moved: Counter[str], threads: int, cores: int, pinned: bool) -> None:
+    def __init__(self, moved: Counter[str], threads: int, cores: int, pinned: bool, few_bits: bool = False) -> None:
         self.seconds: Counter[Kind] = Counter()
         self.touched = 0
         self._bytes, self._threads, self._cores = moved, threads, cores
-        self._pinned = pinned
+        self._pinned, self._few_bits = pinned, few_bits
         self._steps = 0
         self._begin: tuple[float, Counter, Counter, int] | None = None
 
@@ -88,7 +89,8 @@ class Meter:
         told = f"the CPU's AdamW passes over {rate:.0f} GB/s of memory with {self._threads} threads"
         if 2 * self._threads <= self._cores:
             return f"{told}, and {self._cores} cores are there for it: leave offload_optimizer.threads at 0"
+        wide = ", or keep masters and moments in float32 if they fit" if self._few_bits else ""
         return (
             f"{told}. Take more accumulation steps, so that there are fewer updates per token, or keep a part of the "
-            "state on the device (ratio), or accumulate in bf16, or keep moments in bf16"
+            f"state on the device (ratio){wide}"
         )

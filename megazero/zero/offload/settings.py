@@ -63,6 +63,11 @@ class Offload:
         """Whether the state is float32 tensors in host memory."""
         return self.optimizer == "cpu" and self.moments == self.masters == "fp32"
 
+    @property
+    def few_bits(self) -> bool:
+        """Whether an update changes the form of state, before and after."""
+        return self.moments != "fp32" or self.masters != "fp32"
+
     def sends_masters(self, values_leave: bool) -> bool:
         """Whether new values go to the device as the masters themselves, to be rounded there: it reads these where they
         lie, pinned, and the CPU, whose memory bounds the update, has nothing to do with it. ``values_leave``: new

@@ -45,7 +45,7 @@ class Tier:
         self.link = Link(device, self.memory, settings.buffer_count, settings.buffer_size)
         self.threads = settings.threads or own_cores()
         pinned = settings.pin_memory and settings.pin_parameters
-        self.meter = Meter(self.link.bytes, self.threads, own_cores(), pinned)
+        self.meter = Meter(self.link.bytes, self.threads, own_cores(), pinned, settings.few_bits)
         self.parameter_file: ParameterFile | None = None
         if settings.parameters == "nvme":
             assert settings.parameters_path is not None
