@@ -164,7 +164,7 @@ COMPILER_RECOMPUTES_FUNCTIONS = torch.__version__ >= "2.13"
 
 
 def fuse_layers(decoder: GPT) -> None:
-    """Put the pieces of models/fused.py into layers to be compiled for a GPU that have what they are for."""
+    """Put the pieces of models/fused into layers to be compiled for a GPU that have what they are for."""
     from megazero.models import fused  # triton comes with torch's CUDA builds only
 
     for layer in decoder.layers.values():

@@ -118,7 +118,7 @@ class HostAdam:
                 meter.touched += (end - start) * (2 * stored + grad.itemsize + 2 * block.values.itemsize)
             if values is not None and block.values is not block.master:
                 handed.append(self._tier.hand_on(partial(self._pass_on, block, start, values)))
-                if block.store is not None:
+                if block.store is not None and block.store.is_in_file:
                     handed[-1].result()  # they are in a buffer that the next piece takes
             if block.store is not None:
                 with meter.timed("files"):

@@ -65,6 +65,11 @@ class Store:
         return sum(dtype.itemsize for dtype in self._fields.values())
 
     @property
+    def is_in_file(self) -> bool:
+        """Whether pieces are fetched into buffers that others take after them."""
+        return self._tier.disk is not None
+
+    @property
     def has_values(self) -> bool:
         """Whether the values are a part of the masters: what is written here is written there."""
         return self._values is not None and self._masters != "fp32"
@@ -134,7 +139,7 @@ class Store:
 
     def skip(self) -> None:
         """An update that was asked for changes nothing."""
-        for start in range(0, self._numel, self.piece) if self._tier.disk is not None else ():
+        for start in range(0, self._numel, self.piece) if self.is_in_file else ():
             self._medium.fetch(start, min(start + self.piece, self._numel))
             self._medium.put(start, changed=False)
 
