@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -37,7 +38,8 @@ from megazero.zero.groups import data_parallel
 from megazero.zero.hooks import install_hooks
 from megazero.zero.offload.activations import HostActivations
 from megazero.zero.offload.tier import TierMaker, claim_tier
-from megazero.zero.sharded import ShardedModel, ZeroSettings, leave_meta
+from megazero.zero.settings import ZeroSettings
+from megazero.zero.sharded import ShardedModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -123,6 +125,16 @@ def build_stage(
     # What is computed again is there in backward only, too late for what forward hands out.
     catches = config.train.recompute == "none"
     return DecoderStage(decoder, chunks, sharded, contexts, tp, device, catches, splits)
+
+
+def leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Put parameters without elements in place of those on the meta device, one for one, so that ties stay ties."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
+            setattr(module, name, replaced[parameter])
 
 
 def zero_settings(config: Config) -> ZeroSettings:

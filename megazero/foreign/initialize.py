@@ -35,7 +35,8 @@ from megazero.zero.groups import data_parallel
 from megazero.zero.guard import Guard
 from megazero.zero.homes import InEngine, home_of, settle_model
 from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
-from megazero.zero.sharded import ShardedModel, ZeroSettings
+from megazero.zero.settings import ZeroSettings
+from megazero.zero.sharded import ShardedModel
 from megazero.zero.slices import Slice
 
 

@@ -15,7 +15,7 @@ from megazero.planner.activations import Kernels, Sizes, layer_bytes, loss_kept_
 from megazero.planner.model_state import Buffer
 from megazero.tensor_parallel.cross_entropy import chunk_limit, chunk_size
 from megazero.zero.flat import buckets
-from megazero.zero.sharded import ZeroSettings
+from megazero.zero.settings import ZeroSettings
 
 
 def gathered_elements(sizes: Sequence[int], uses: Sequence[int], settings: ZeroSettings) -> int:

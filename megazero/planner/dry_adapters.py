@@ -22,7 +22,8 @@ from megazero.topology import Topology
 from megazero.zero.groups import data_parallel
 from megazero.zero.guard import Guard
 from megazero.zero.hooks import install_hooks, move_gradients_at_once, watch_inside
-from megazero.zero.sharded import ShardedModel, ZeroSettings
+from megazero.zero.settings import ZeroSettings
+from megazero.zero.sharded import ShardedModel
 
 
 def adapters_planned(config: Config, world_size: int, rank: int, lora_rank: int) -> Account:

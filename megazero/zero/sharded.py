@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,53 +27,11 @@ from megazero.zero.gathering import Gathering
 from megazero.zero.groups import DataParallel
 from megazero.zero.guard import Guard
 from megazero.zero.loans import Loans
-from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import shares_of
 from megazero.zero.offload.tier import Tier, TierMaker, claim_tier
 from megazero.zero.order import UseOrder
 from megazero.zero.reduction import GradientReduction
-
-
-def leave_meta(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Put parameters without elements in place of those on the meta device, one for one, so that ties stay ties."""
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in replaced:
-                replaced[parameter] = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
-            setattr(module, name, replaced[parameter])
-
-
-@dataclass(frozen=True)
-class ZeroSettings:
-    """``stage`` and sizes in elements; see config_tree.ZeroSection. ``keep_gathered``: parameters stay whole from their
-    first use in a step to its last, over all its micro-batches. ``overlap``: backward goes on while a bucket is
-    reduced. ``offload``: what is kept off the device."""
-
-    stage: int
-    reduce_bucket_size: int
-    allgather_bucket_size: int
-    prefetch_bucket_size: int
-    persistence_threshold: int
-    max_live_parameters: int
-    reshard_after_forward: bool = True
-    keep_gathered: bool = False
-    overlap: bool = True
-    offload: Offload = Offload()
-
-    @staticmethod
-    def of(zero: Any, **switches: bool) -> ZeroSettings:
-        """Of a section that has DeepSpeed's names for the stage and the sizes: config.zero, or a ds_config's."""
-        return ZeroSettings(
-            zero.stage,
-            zero.reduce_bucket_size,
-            zero.allgather_bucket_size,
-            zero.stage3_prefetch_bucket_size,
-            zero.stage3_param_persistence_threshold,
-            zero.stage3_max_live_parameters,
-            offload=Offload.of(zero),
-            **switches,
-        )
+from megazero.zero.settings import ZeroSettings
 
 
 @dataclass

@@ -15,7 +15,7 @@ from megazero.planner.memory import amount, plan
 from megazero.planner.model_state import Buffer
 from megazero.sharding import whole
 from megazero.zero.flat import FlatLayout
-from megazero.zero.sharded import ZeroSettings
+from megazero.zero.settings import ZeroSettings
 from tests.planner.live import LiveStorages
 
 GIB = 2**30

@@ -9,12 +9,14 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from megazero.build import leave_meta
 from megazero.comm import Communicator
 from megazero.sharding import whole
 from megazero.zero.blocks import Unit
 from megazero.zero.groups import DataParallel
 from megazero.zero.hooks import install_hooks
-from megazero.zero.sharded import ShardedModel, ZeroSettings, leave_meta
+from megazero.zero.settings import ZeroSettings
+from megazero.zero.sharded import ShardedModel
 
 WIDTH = 6
 
