@@ -242,7 +242,8 @@ def table_row(config: Config, found: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main(argv: Sequence[str]) -> None:
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What is the tool's own, and the settings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -257,6 +258,11 @@ def main(argv: Sequence[str]) -> None:
     )
     own, settings = parser.parse_known_args(argv)
     check_steps(own, warmup=0, measure=1, profile=0)
+    return own, settings
+
+
+def main(argv: Sequence[str]) -> None:
+    own, settings = parse_arguments(argv)
     environment = process_environment()
     if own.beside_plain_loop and environment.world_size > 1:
         raise LaunchError("--beside-plain-loop: the plain loop is of one process; leave it out or run one")

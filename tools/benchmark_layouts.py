@@ -4,7 +4,8 @@
         --model.preset llama3-8b --data.seq_length 4096 --train.global_batch_size 8 [--section.field VALUE ...]
 
 Settings are those of tools/benchmark.py, which each run is. Losses are compared with the first run's: they are of the
-same tokens where the runs have one train.global_batch_size. A run that fails has its reason in the table.
+same tokens where the runs have one train.global_batch_size. With --gpu the plan for such a chip stands beside what was
+measured. A run that fails has its reason in the table.
 """
 
 from __future__ import annotations
@@ -12,16 +13,36 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
-from megazero.errors import LaunchError
+from megazero.errors import ConfigError, LaunchError
 from tools.layout_runs import HELP, benchmark, check_outputs, parse_run
 
 HEADINGS = ("run", "tokens/s per GPU", "TFLOP/s", "MFU", "peak GiB", "exposed communication", "largest loss difference")
+PLANNED = ("planned tokens/s", "planned GiB")
+
+
+def planned(run: str, common: Sequence[str], gpu: str) -> tuple[str, str]:
+    """Cells for what megazero/planner expects on such chips; empty where the run has yet to say why it does not work."""
+    from megazero.planner.chips import load_chip
+    from megazero.planner.memory import plan
+    from megazero.planner.step_time import step_time
+    from tools.benchmark import load_settings, parse_arguments
+
+    processes, flags = parse_run(run)
+    own, settings = parse_arguments([*common, *flags])
+    try:
+        config = load_settings(settings, own.warmup + own.measure, processes)
+    except ConfigError:
+        return "", ""
+    seconds = step_time(config, processes, load_chip(gpu)).seconds
+    tokens = config.train.global_batch_size * config.data.seq_length / processes
+    return f"{tokens / seconds:,.0f}", f"{plan(config, processes).fullest.peak / 2**30:.1f}"
 
 
 def row(run: str, found: dict[str, Any], reference: list[float]) -> tuple[str, ...]:
@@ -45,15 +66,18 @@ def main() -> None:
         description=f"{__doc__}\n{HELP}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN", help="the layouts; losses against the first")
+    parser.add_argument("--gpu", help="also plan for this chip: a name that tools/plan_layout.py knows, or a file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append every run's report to this file")
     arguments, common = parser.parse_known_args()
     check_outputs(arguments, "json")
     for run in arguments.runs:
         parse_run(run)
-    print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}", flush=True)
+    plans = [planned(run, common, arguments.gpu) if arguments.gpu else () for run in arguments.runs]
+    headings = (*HEADINGS, *(PLANNED if arguments.gpu else ()))
+    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}", flush=True)
     reference: list[float] = []
     failed = False
-    for run in arguments.runs:
+    for run, plan in zip(arguments.runs, plans, strict=True):
         try:
             found = benchmark(run, common)
         except LaunchError as error:
@@ -61,7 +85,7 @@ def main() -> None:
             failed = True
             continue
         reference = reference or found["losses"]
-        print(f"| {' | '.join(row(run, found, reference))} |", flush=True)
+        print(f"| {' | '.join((*row(run, found, reference), *plan))} |", flush=True)
         if arguments.json:
             with arguments.json.open("a") as file:
                 file.write(json.dumps({"run": run, **found}) + "\n")

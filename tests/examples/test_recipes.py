@@ -19,6 +19,8 @@ from megazero.planner.dry_adapters import adapters_dry_run, adapters_planned
 from megazero.planner.dry_run import dry_run, planned
 from megazero.planner.memory import plan
 from megazero.planner.step_time import step_time
+from tools.benchmark import load_settings, parse_arguments
+from tools.layout_runs import parse_run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -348,3 +350,38 @@ esac
     assert heading == ["layout", "tokens/s", "TFLOP/s per GPU", "MFU", "peak memory GiB", "loss"]
     assert first == ["tp1-pp1-zero1-mbs2", "12,500", "1.50", "25.0%", "2.0", "2.5000"]
     assert second == ["tp3-pp1-zero1-mbs2", "parallel.tp: 3 does not divide"]
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_layouts_that_are_measured_are_ones_that_work(recipes: Recipes, processes: int):
+    """Every run of measure_layouts.sh fits its processes, has batches that its layout divides, and is planned."""
+    script = """#!/usr/bin/env bash
+case "$1 $2" in
+    *benchmark_layouts.py*) printf '%s\\0' "${@:2}" >>"$RECORD"; printf '\\n' >>"$RECORD" ;;
+    "-m megazero") echo "step 1/8  loss 2.5000  lr" ;;
+    "-c import torch; print(torch.cuda.device_count())"*) echo 0 ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+    (recipes.folder / "python").write_text(script.replace("{python}", f"'{sys.executable}'"))
+    done = recipes.run("measure_layouts.sh", NPROC=str(processes), GPU="h200")
+    assert done.returncode == 0 and "step 1/8  loss 2.5000" in done.stdout, done.stderr
+    tables = [line.rstrip("\0").split("\0") for line in recipes.record.read_text().splitlines()]
+    assert len(tables) == 2
+    for table, most in zip(tables, ({2: 6, 4: 9, 8: 10}[processes], {2: 4, 4: 6, 8: 8}[processes]), strict=True):
+        runs = table[table.index("--runs") + 1 :]
+        common = [word for word in table[table.index("--model.preset") : table.index("--runs")] if word != "h200"]
+        common.remove("--gpu")
+        assert len(runs) == len(set(runs)) == most
+        for run in runs:
+            count, flags = parse_run(run)
+            own, settings = parse_arguments([*common, *flags])
+            config = load_settings(settings, own.warmup + own.measure, count)
+            assert count <= processes
+            assert plan(config, count).fullest.peak > 0 and step_time(config, count, CHIPS["h200"]).seconds > 0
+
+
+@pytest.mark.parametrize("processes, message", [("3", "NPROC=3 is not a power of two"), ("0", "nothing to lay out")])
+def test_layouts_cannot_be_measured_on_any_number(recipes: Recipes, processes: str, message: str):
+    failed = recipes.run("measure_layouts.sh", NPROC=processes)
+    assert failed.returncode != 0 and failed.stderr.count("\n") == 1 and message in failed.stderr
