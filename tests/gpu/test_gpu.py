@@ -445,3 +445,60 @@ def test_bf16_and_compile_stay_near_fp32(corpus: Path, tmp_path: Path) -> None:
         losses[name] = torch.tensor([loss for (loss,) in series(tmp_path / f"{name}.jsonl", "loss").values()])
     for name in ("bf16", "compiled"):
         torch.testing.assert_close(losses[name], losses["fp32"], rtol=1e-2, atol=0)
+
+
+@pytest.fixture(scope="module")
+def austen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix of Jane Austen's novels as bytes."""
+    prefix = tmp_path_factory.mktemp("austen") / "bytes"
+    command = ["data/preprocess.py", "--input", "data/austen/austen.jsonl", "--tokenizer", "byte", "--append-eod"]
+    subprocess.run([sys.executable, *command, "--output", str(prefix)], cwd=ROOT, check=True, capture_output=True)
+    return prefix
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_fast_paths_stay_in_the_band_of_bf16(austen: Path, tmp_path: Path, model: str) -> None:
+    """300 steps on real text. Compiled, fused, with gradients made in place, recomputed, accumulated or by a graph,
+    losses leave those of plain operations by at most twice what another micro-batch size makes of these."""
+    llama = {
+        "model.norm": "rmsnorm",
+        "model.position": "rotary",
+        "model.activation": "swiglu",
+        "model.num_key_value_heads": 2,
+    }
+    common = {
+        "model.num_layers": 4,
+        "model.hidden_size": 256,
+        "model.max_position_embeddings": 256,
+        "data.train": austen,
+        "data.seq_length": 256,
+        "optimizer.lr": 1e-3,
+        "optimizer.warmup_steps": 20,
+        "train.steps": 300,
+        "train.global_batch_size": 16,
+        "train.micro_batch_size": 16,
+        "train.precision": "bf16",
+        "train.compile": False,
+        **(llama if model == "llama" else {}),
+    }
+    fast = {"train.compile": True}
+    runs = {
+        "plain": {},
+        "other micro-batch": {"train.micro_batch_size": 4},
+        "compiled": fast,
+        "accumulated": {**fast, "train.micro_batch_size": 4},
+        "recomputed": {**fast, "train.recompute": "selective"},
+        "graph": {**fast, "train.cuda_graph": True},
+    }
+    losses = {}
+    for name, changes in runs.items():
+        log = tmp_path / f"{name}.jsonl"
+        run_script(tiny(austen.parent, {**common, **changes, "log.jsonl": log}))
+        losses[name] = torch.tensor([loss for (loss,) in series(log, "loss").values()])
+    assert float(losses["plain"][-20:].mean()) < 2.8
+    band = (losses["other micro-batch"] - losses["plain"]).abs()
+    for name in runs.keys() - {"plain", "other micro-batch"}:
+        away = losses[name] - losses["plain"]
+        found = float(away.abs().median()), float(away.abs().max()), float(away.mean())
+        assert found[0] <= 2 * float(band.median()) and found[1] <= 2 * float(band.max()), (name, found, band)
+        assert abs(found[2]) <= 1e-3, (name, found)
