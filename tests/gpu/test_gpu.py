@@ -43,6 +43,8 @@ from tests.engine.tiny import (
 pytestmark = pytest.mark.gpu(1)
 
 NUMBERS = ("loss", "grad_norm", "lr", "consumed_samples")
+ONE_AND_TWO = [1, pytest.param(2, marks=pytest.mark.gpu(2))]
+"""Processes, each with a GPU."""
 
 
 @pytest.fixture
@@ -164,8 +166,7 @@ def test_a_pipeline_of_foreign_layers_over_nccl_is_as_a_plain_loop(stage: int) -
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", ONE_AND_TWO)
 def test_full_recompute_keeps_one_tensor_per_layer_when_compiled(tp: int) -> None:
     """Activations are most of this run's memory, so that a plan within 5 % says that they are gone."""
     shape = (
@@ -182,12 +183,12 @@ def test_full_recompute_keeps_one_tensor_per_layer_when_compiled(tp: int) -> Non
     assert found["memory_allocated_peak"] < 1.05 * planned
 
 
-@pytest.mark.gpu(2)
-def test_a_foreign_model_evaluates_and_generates_under_stage_3() -> None:
+@pytest.mark.parametrize("processes", ONE_AND_TWO)
+def test_a_foreign_model_evaluates_and_generates_under_stage_3(processes: int) -> None:
     """100 evaluation batches and generation take no more than training, none more than the second; tokens are those
     of the whole model."""
     script = ROOT / "tests" / "gpu" / "foreign_evaluation.py"
-    command = ["-m", "megazero", "launch", "--nproc", "2", str(script)]
+    command = ["-m", "megazero", "launch", "--nproc", str(processes), str(script)]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     line = next(line for line in done.stdout.splitlines() if "PEAKS" in line)
     found = json.loads(line.split("PEAKS")[1])
