@@ -35,13 +35,19 @@ def advice(seconds: dict[str, float], *, link: float = 0.0, touched: int = 0, **
         ({"wait": 0.6, "update": 0.2, "parameters": 0.9}, {}, ("read from the disk slower", "micro-batch size")),
         ({"wait": 0.1, "update": 0.2}, {"link": 40e9}, ("the link", "40 GB/s", "micro-batch size")),
         ({"wait": 0.3, "update": 0.5}, {"touched": 45 * 10**9}, ("90 GB/s", "accumulation steps", "ratio")),
+        ({"wait": 0.3, "update": 0.5}, {"few_bits": True}, ("masters and moments in float32 if they fit",)),
         ({"wait": 0.3, "gradients": 0.5}, {}, ("copies between device and host", "micro-batch")),
     ],
-    ids=["unpinned", "one thread", "disk", "parameters from it", "tiny micro-batch", "host memory", "link"],
+    ids=["unpinned", "one thread", "disk", "parameters from it", "tiny micro-batch", "host memory", "few bits", "link"],
 )
 def test_what_bounds_a_step_is_named(seconds: dict, settings: dict, words: tuple[str, ...]) -> None:
     told = advice(seconds, **settings)
     assert told is not None and all(word in told for word in words), told
+
+
+def test_what_makes_an_update_longer_is_no_remedy_for_it() -> None:
+    told = advice({"wait": 0.3, "update": 0.5}, touched=45 * 10**9)
+    assert told is not None and "bf16" not in told and "float32" not in told
 
 
 def test_a_well_set_run_is_told_nothing() -> None:
