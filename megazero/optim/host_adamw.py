@@ -144,13 +144,15 @@ class HostAdam:
 
     def _gradient(self, grad: torch.Tensor, scale: float, divides: bool) -> torch.Tensor:
         """In float32, scaled."""
-        if grad.dtype == torch.float32 and scale == 1:
+        wide = grad.dtype == torch.float32
+        if wide and scale == 1:
             return grad
         scratch = self._tier.scratch("gradient", grad.numel())
-        scratch.copy_(grad)
+        if not wide:  # scaled before it is in float32, it would be rounded
+            grad = scratch.copy_(grad)
         if scale == 1:
-            return scratch
-        return scratch.div_(scale) if divides else scratch.mul_(scale)
+            return grad
+        return torch.div(grad, scale, out=scratch) if divides else torch.mul(grad, scale, out=scratch)
 
     def _pass_on(self, block: Block, start: int, source: torch.Tensor) -> Arrival:
         """New values to where the block keeps them."""
