@@ -6,8 +6,8 @@
 #   3. a few steps under tensor, pipeline and data parallelism, and more of them from that checkpoint under data
 #      parallelism alone: the losses go on
 #   GPU=h200 bash examples/measure_layouts.sh
-# MODEL SCALED SEQ MBS GBS (sequences of a step of MODEL) GPU NPROC and OUT in the environment change it; arguments go to
-# all runs. Some 20 minutes on 8 H200s.
+# MODEL SCALED SEQ MBS GBS (sequences of a step of MODEL) STEPS (timed ones) GPU NPROC and OUT in the environment change
+# it; arguments go to all runs. 8 GPUs take 10 layouts, 8 runs of SCALED and 2 short runs.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source "$ROOT/examples/recipe.sh"
@@ -16,7 +16,7 @@ gpus="$(gpu_count)" PROFILE=""
 NPROC="${NPROC:-$gpus}"
 [ "$NPROC" -gt 1 ] || fail "NPROC=$NPROC: there is nothing to lay out; on a machine without GPUs give NPROC and a small MODEL"
 [ $((NPROC & (NPROC - 1))) -eq 0 ] || fail "NPROC=$NPROC is not a power of two"
-: "${MODEL:=llama3-8b}" "${SCALED:=llama3.2-3b}" "${SEQ:=4096}" "${MBS:=2}" "${GBS:=$((4 * NPROC))}"
+: "${MODEL:=llama3-8b}" "${SCALED:=llama3.2-3b}" "${SEQ:=4096}" "${STEPS:=16}" "${MBS:=2}" "${GBS:=$((4 * NPROC))}"
 OUT="${OUT:-$ROOT/runs/layouts-$(date +%Y%m%d-%H%M%S)}"
 mkdir -p "$OUT"
 half=$((NPROC / 2)) quarter=$((NPROC / 4))
@@ -28,7 +28,7 @@ if [ "$quarter" -ge 1 ]; then
     runs+=("pp=4,dp=$quarter,zero=1,mbs=1")
 fi
 [ "$quarter" -lt 2 ] || runs+=("tp=4,dp=$quarter,zero=1,mbs=$MBS")
-common=(--data.seq_length "$SEQ" --warmup 4 --measure 16 ${GPU:+--gpu "$GPU"} --zero.stage3_param_persistence_threshold 10000)
+common=(--data.seq_length "$SEQ" --warmup 4 --measure "$STEPS" ${GPU:+--gpu "$GPU"} --zero.stage3_param_persistence_threshold 10000)
 failed=0
 layouts() {
     "$PYTHON" "$ROOT/tools/benchmark_layouts.py" --json "$OUT/$1.jsonl" "${@:2}" 2>"$OUT/$1.txt" || failed=1
@@ -54,5 +54,5 @@ TP=2 PP="$((NPROC > 2 ? 2 : 1))" STEPS=8 bash "$ROOT/examples/one_node.sh" --tra
     --optimizer.schedule constant "$@" >"$OUT.txt" 2>&1 &&
     TP=1 PP=1 ZERO=3 STEPS=12 bash "$ROOT/examples/one_node.sh" --train.recompute selective \
         --optimizer.schedule constant "$@" >>"$OUT.txt" 2>&1 || failed=1
-grep -ho 'step [0-9]*/[0-9]*  loss [0-9.]*\|resum.*' "$OUT.txt" || true
+grep -ho 'step [0-9]*/[0-9]*  loss [0-9.]*\|resumed step .*' "$OUT.txt" || true
 exit "$failed"
