@@ -66,7 +66,7 @@ class Run:
             self.run_id = str(self.facts["run_id"])
             self.world_size = math.prod(int(self.layout[axis]) for axis in ("tp", "pp", "dp"))
         except FileNotFoundError:
-            raise DataError(f"{described}: missing; a run writes it beside its metrics") from None
+            raise _undescribed(str(described)) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{described}: does not describe a run ({error})") from error
 
@@ -80,8 +80,15 @@ class Run:
         return [(line["step"], line[key] / scale) for line in lines if line.get(key) is not None]
 
 
+def _undescribed(missing: str) -> DataError:
+    return DataError(f"{missing}: missing; a run writes it beside its metrics, and it is to be copied along with them")
+
+
 def _metrics_in(directory: Path) -> Path:
-    found = [path for path in sorted(directory.glob("*.jsonl")) if description_of(path).exists()]
+    series = sorted(directory.glob("*.jsonl"))
+    found = [path for path in series if description_of(path).exists()]
+    if series and not found:
+        raise _undescribed(" or ".join(str(description_of(path)) for path in series))
     if len(found) != 1:
         what = f"holds {len(found)} runs: {', '.join(path.name for path in found)}" if found else "holds no run"
         raise DataError(f"{directory}: {what}; give the path of the metrics, as log.jsonl has it")
