@@ -144,7 +144,7 @@ class Engine:
                 self.telemetry.message(self._describe_offload())
         for note in notes:
             self.telemetry.message(note)
-        for message in self._restored.messages:
+        for message in (*self._restored.messages, *self._restored.changes):
             self.telemetry.event("start", self.step, message)
         if config.log.events:
             starts, size = int(os.environ.get("MEGAZERO_RESTARTS", "0")), environment.world_size

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from megazero.changed import training_changes
 from megazero.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What decides which tokens the sample at a position holds.
-ORDER = ("train", "split", "seq_length", "shuffle", "seed")
 # What a checkpoint holds of every block.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -70,11 +69,13 @@ class Start:
 
 @dataclass
 class Restored:
-    """``run_id``: of the metrics. ``in_own_directory``: the state is on disk in checkpoint.dir already."""
+    """``run_id``: of the metrics. ``in_own_directory``: the state is on disk in checkpoint.dir already. ``changes``: of
+    settings, which a run is to say where it begins, and not again where it goes back."""
 
     run_id: str | None = None
     in_own_directory: bool = False
     messages: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
 
 def _resumed_path(config: Config) -> tuple[Path | None, tuple[str, ...]]:
@@ -291,7 +292,8 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     own = directory is not None and checkpoint.path.parent.resolve() == Path(directory).resolve()
     how = "" if same else f", saved by another layout ({_spelled(meta['layout'])})"
     resumed = f"resumed step {engine.step} from {checkpoint.path}{how}"
-    return Restored(meta["run_id"], own, (*notes, resumed, *_changed_order(meta, engine)))
+    changes = training_changes(checkpoint, engine.config, engine.step, engine.consumed_samples)
+    return Restored(meta["run_id"], own, (*notes, resumed), tuple(changes))
 
 
 def _left_out(checkpoint: Checkpoint, group: Group) -> list[range]:
@@ -308,17 +310,6 @@ def _left_out(checkpoint: Checkpoint, group: Group) -> list[range]:
             error = CheckpointError(f"{checkpoint.path}: left_out in its manifest is not as it was written: {caught}")
     raise_together(group, error)
     return group.all_gather(found)[0]
-
-
-def _changed_order(meta: dict[str, Any], engine: Engine) -> Iterator[str]:
-    """A line where the settings that the sample order follows from are not those of the checkpoint."""
-    before, now = meta["config"]["data"], engine.config.model_dump(mode="json")["data"]
-    changed = [f"data.{name}" for name in ORDER if before.get(name) != now[name]]
-    if changed:
-        yield (
-            f"{', '.join(changed)} changed since step {engine.step}: the run goes on at sample "
-            f"{engine.consumed_samples} of another order"
-        )
 
 
 def _layout(engine: Engine) -> dict[str, int]:
