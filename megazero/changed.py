@@ -1,5 +1,5 @@
-"""Settings of a run that goes on which are not those that it was saved with: what may change, and
-is worth a line."""
+"""Settings of a run that goes on which are not those that it was saved with: what makes another model of it, and what
+may change and is worth a line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from megazero.config_cli import fields, written
 from megazero.convert import model_of
 from megazero.errors import CheckpointError
 from megazero.models.config import ModelConfig
+from megazero.models.parameters import parameter_shapes
 
 ORDER = ("train", "split", "seq_length", "shuffle", "seed")
 """Of the data section: what decides which tokens the sample at a position holds."""
+_FREE = ("model.dropout", "model.attention_dropout")
+"""What any weights go with."""
 _OF_TRAINING = {
     "data": (*ORDER, "reset_at_document", "mask_eod", "eod_id"),
     "train": (
@@ -73,6 +76,25 @@ def _model_changes(checkpoint: Checkpoint, model: ModelConfig) -> list[Change]:
     named = {change.field for change in given} - {"model.init_std"}
     settled = _changes({"model": _settled(saved)}, {"model": _settled(model)})
     return [change for change in settled if change.field in named]
+
+
+def check_model(checkpoint: Checkpoint, config: Config) -> None:
+    """CheckpointError, with the settings that make another model of it, unless its parameters are those of the run's.
+
+    Raised before any state is touched.
+    """
+    model = config.model.architecture
+    try:
+        checkpoint.check_matches(parameter_shapes(model))
+    except CheckpointError:
+        found = [change for change in _model_changes(checkpoint, model) if change.field not in _FREE]
+        if not found:
+            raise
+        told, those = ", ".join(map(str, found)), "it" if len(found) == 1 else "them"
+        place = "checkpoint.dir" if config.checkpoint.resume == "auto" else "checkpoint.resume"
+        raise CheckpointError(
+            f"{checkpoint.path}: is of another model: {told}. Set {those} back, or choose another {place}"
+        ) from None
 
 
 def training_changes(checkpoint: Checkpoint, config: Config, step: int, samples: int) -> Iterator[str]:

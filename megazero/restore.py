@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from megazero.changed import training_changes
+from megazero.changed import check_model, training_changes
 from megazero.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -41,7 +41,6 @@ from megazero.convert import CheckpointWeights, Weights, model_of, open_weights
 from megazero.errors import CheckpointError, ConfigError, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.init import draw
-from megazero.models.parameters import parameter_shapes
 from megazero.resilience.bad_steps import NOTHING_SEEN
 from megazero.sharding import Rectangle, is_counted
 from megazero.zero.block import Block, Reader
@@ -132,10 +131,9 @@ def resolve_model(config: Config, world_size: int | None = None) -> Config:
 def find_start(config: Config) -> Start:
     """What the run starts from; opens and checks names and shapes, reads no weights."""
     resumed, notes = _resumed_path(config)
-    shapes = parameter_shapes(config.model.architecture)
     if resumed is not None:
         checkpoint = open_checkpoint(resumed)
-        checkpoint.check_matches(shapes)
+        check_model(checkpoint, config)
         check_run(checkpoint)
         return Start(resume=checkpoint, notes=notes)
     if config.model.init_from:
