@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
-from megazero.errors import LaunchError
+from megazero.errors import CommandLine, LaunchError
 from tools.layout_runs import HELP, benchmark, check_outputs, parse_run
 
 HEADINGS = ("run", "tokens/s per GPU", "TFLOP/s", "MFU", "peak GiB", "exposed communication", "largest loss difference")
@@ -41,12 +41,12 @@ def row(run: str, found: dict[str, Any], reference: list[float]) -> tuple[str, .
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         description=f"{__doc__}\n{HELP}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN", help="the layouts; losses against the first")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append every run's report to this file")
-    arguments, common = parser.parse_known_args()
+    arguments, common = parser.parse_beside_settings()
     check_outputs(arguments, "json")
     for run in arguments.runs:
         parse_run(run)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.config import Config
-from megazero.errors import DataError
+from megazero.errors import CommandLine, DataError
 from megazero.pipeline.schedules import Action, Kind, build_schedule
 from megazero.pipeline.simulate import Timeline, simulate
 from megazero.planner.memory import MemoryPlan, amount, plan
@@ -224,7 +224,7 @@ def page(run: Run) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="the metrics, or the directory that they are in")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html beside the metrics")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megazero.errors import LaunchError
+from megazero.errors import CommandLine, LaunchError
 from megazero.integrations import hook
 from megazero.launch import fewer
 from megazero.launch.agent import Part, run_part
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="megazero launch", description=SUMMARY)
+    parser = CommandLine(prog="megazero launch", description=SUMMARY)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 
