@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from megazero.errors import CommandLine, LaunchError
 from megazero.integrations import hook
@@ -98,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
             hook.prepare(os.environ)
             if not arguments.module and _is_command(arguments.script):
                 os.execvp(arguments.script, [arguments.script, *arguments.arguments])
-        if not arguments.module and not Path(arguments.script).is_file():
-            raise LaunchError(f"there is no script {arguments.script!r}")
+        if not arguments.module and not os.path.isfile(arguments.script):
+            raise LaunchError(f"there is no script {arguments.script!r} that can be read")
         command = ["-m"] if arguments.module else []
         if arguments.as_deepspeed and not arguments.no_local_rank:
             command.insert(0, "--local_rank")
