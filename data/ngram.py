@@ -22,7 +22,7 @@ if not __package__:  # run as a script: the checkout's root takes this folder's 
 
 from data.command_line import run_script
 from data.indexed import IndexedDataset, check_ids
-from megazero.errors import DataError
+from megazero.errors import CommandLine, DataError
 
 
 class UnigramModel:
@@ -76,7 +76,7 @@ def bits_per_byte(train: np.ndarray, heldout: np.ndarray, vocab_size: int, text_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", required=True, metavar="PREFIX", help="dataset to learn from")
     parser.add_argument("--heldout", required=True, metavar="PREFIX", help="dataset to measure")
     arguments = parser.parse_args()

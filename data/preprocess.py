@@ -25,14 +25,14 @@ from data.indexed import companion, token_dtype
 from data.indexed_writer import DatasetWriter
 from data.progress import Progress
 from data.tokenizer import KINDS, Tokenizer, load_tokenizer
-from megazero.errors import ConfigError
+from megazero.errors import CommandLine, ConfigError
 
 _BYTES_PER_WORKER = 8 << 20
 """A process takes half a second to start; less input than this is not worth one."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", nargs="+", required=True, type=Path, metavar="FILE", help="text files, taken in this order")
     add("--tokenizer", required=True, metavar="SPEC", help=KINDS)

@@ -101,6 +101,8 @@ def _open_blend(
                 opened[prefix] = IndexedDataset(prefix)
             except DataError as error:
                 raise DataError(f"{field}: {error}") from error
+            except OSError as error:
+                raise DataError(f"{field}: {error.filename or prefix} cannot be read: {error.strerror}") from error
     return [weight for weight, _ in pairs], [opened[prefix] for _, prefix in pairs]
 
 

@@ -22,7 +22,7 @@ from data.command_line import run_script
 from data.corpus_reader import Document, Fields, check_inputs
 from data.indexed_writer import write_whole
 from data.progress import Progress
-from megazero.errors import ConfigError, DataError
+from megazero.errors import CommandLine, ConfigError, DataError
 
 _PIECE_OF_TEXT = 2000
 """Characters given to the trainer at a time; whole documents take it longer, lines hide the line ends from it."""
@@ -33,7 +33,7 @@ _SMALLEST = 256 + 3
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", nargs="+", required=True, type=Path, metavar="FILE", help="text files")
     add("--vocab-size", required=True, type=int, metavar="N", help="pieces, bytes and special tokens included")

@@ -134,7 +134,7 @@ def help_text(model: type[BaseModel], program: str) -> str:
         assert inner is not None and inner.__doc__, section
         lines += ["", f"{section}: {' '.join(inner.__doc__.split())}"]
         for path, leaf in fields(inner, f"{section}."):
-            default = "" if leaf.is_required() else f" (default: {_written(leaf.default).strip(chr(39))})"
+            default = "" if leaf.is_required() else f" (default: {written(leaf.default).strip(chr(39))})"
             lines.append(f"  --{path}  {describe_type(leaf.annotation)}")
             lines += textwrap.wrap(
                 f"{leaf.description}{default}", 110, initial_indent="      ", subsequent_indent="      "
@@ -161,13 +161,13 @@ def describe_errors(error: ValidationError, model: type[BaseModel]) -> list[tupl
         elif item["type"].startswith(("greater_than", "less_than")) and item["ctx"]:
             (bound,) = item["ctx"].values()
             words = {"greater_than_equal": "at least", "greater_than": "above", "less_than_equal": "at most"}
-            message = f"{value} must be {words.get(item['type'], 'below')} {_written(bound)}"
+            message = f"{value} must be {words.get(item['type'], 'below')} {written(bound)}"
         elif field is None:
-            message = f"{_written(value)} is not a section with fields"
+            message = f"{written(value)} is not a section with fields"
         elif _is_list(field.annotation):
             message = f"must be {describe_type(field.annotation)}"
         else:
-            message = f"{_written(value)} is not {describe_type(field.annotation)}"
+            message = f"{written(value)} is not {describe_type(field.annotation)}"
             if isinstance(value, str):
                 message += _nearest(value, _choices(field.annotation), only_close=True)
         problems.setdefault(path, message)
@@ -276,16 +276,16 @@ def _nearest(value: str, choices: Sequence[str], only_close: bool = False) -> st
     return "" if only_close else f"; there are {', '.join(choices)}"
 
 
-def _written(value: Any, depth: int = 3) -> str:
+def written(value: Any, depth: int = 3) -> str:
     """A value as a user writes it; of lists in lists only the outer ones, which aliases may have made endless."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     if isinstance(value, list | tuple):
-        return " ".join(_written(part, depth - 1) for part in value[:20]) if depth else "…"
+        return " ".join(written(part, depth - 1) for part in value[:20]) if depth else "…"
     if isinstance(value, dict):
         return f"a section with {len(value)} fields"
     return repr(value) if isinstance(value, str) else str(value)

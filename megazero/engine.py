@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megazero import restore
 from megazero.build import DTYPES, attention_backends, build_stage, precision_on
 from megazero.config import Config
+from megazero.config_rules import unreachable
 from megazero.course import Course
 from megazero.divergence import find_divergence, roll_back
 from megazero.errors import ConfigError, DivergenceError, LaunchError
@@ -82,6 +83,8 @@ class Engine:
 
     def __init__(self, config: Config, environment: ProcessEnvironment | None = None) -> None:
         environment = environment or process_environment()
+        if found := list(unreachable(config)):
+            raise ConfigError(found)
         config = resolve_model(config, environment.world_size)
         self.config, self.model_config = config, config.model.architecture
         config.validate_world(environment.world_size)
@@ -144,7 +147,7 @@ class Engine:
                 self.telemetry.message(self._describe_offload())
         for note in notes:
             self.telemetry.message(note)
-        for message in self._restored.messages:
+        for message in (*self._restored.messages, *self._restored.changes):
             self.telemetry.event("start", self.step, message)
         if config.log.events:
             starts, size = int(os.environ.get("MEGAZERO_RESTARTS", "0")), environment.world_size

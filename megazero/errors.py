@@ -5,8 +5,11 @@ Our own invariants use ``assert``; everything a user can cause ends here.
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 _LONGEST_LINE, _LONGEST_NAME = 2000, 100
 
@@ -74,3 +77,56 @@ class OffloadError(MegazeroError):
 
 class DivergenceError(MegazeroError):
     """A gradient or loss stopped being finite; the message names module, tensor and rank."""
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser of flags whose errors name the flags that may have been meant."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        return parsed
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._given, namespace)
+
+    def parse_beside_settings(self, args: Sequence[str] | None = None) -> tuple[Any, list[str]]:
+        """The script's own flags, and the words of --section.field VALUE. Raises ConfigError for what is neither and
+        much like a flag of its own; the rest is for those who know the settings."""
+        parsed, rest = self.parse_known_args(args)
+        if found := self._misspelt(rest, cutoff=0.85):
+            raise ConfigError([(flag, f"unknown flag; did you mean {meant}?") for flag, meant in found.items()])
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        super().error(self.hinted(message))
+
+    def hinted(self, message: str) -> str:
+        """Where a flag is missing, another that was given may be a misspelling of it."""
+        is_missing = message.startswith("the following arguments are required")
+        return message + self._meant(self._given) if is_missing else message
+
+    def _meant(self, words: Sequence[str]) -> str:
+        return "".join(f"; for {flag}, did you mean {meant}?" for flag, meant in self._misspelt(words).items())
+
+    def _misspelt(self, words: Sequence[str], cutoff: float = 0.6) -> dict[str, str]:
+        """Unknown flag → the nearest known one, where one is near. Not of settings, which have a section."""
+        known = {flag.lstrip("-"): flag for flag in _flags(self)}
+        found = {}
+        for word in words:
+            flag = word.partition("=")[0]
+            name = flag.lstrip("-")
+            if flag.startswith("--") and "." not in flag and name not in known:
+                found.update((flag, known[match]) for match in near(name, list(known), cutoff=cutoff))
+        return found
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Those of its commands as well: argparse has the parser above them tell what they do not know."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _flags(command)

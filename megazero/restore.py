@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from megazero.changed import check_model, training_changes
 from megazero.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -40,7 +41,6 @@ from megazero.convert import CheckpointWeights, Weights, model_of, open_weights
 from megazero.errors import CheckpointError, ConfigError, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.init import draw
-from megazero.models.parameters import parameter_shapes
 from megazero.resilience.bad_steps import NOTHING_SEEN
 from megazero.sharding import Rectangle, is_counted
 from megazero.zero.block import Block, Reader
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What decides which tokens the sample at a position holds.
-ORDER = ("train", "split", "seq_length", "shuffle", "seed")
 # What a checkpoint holds of every block.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -70,11 +68,13 @@ class Start:
 
 @dataclass
 class Restored:
-    """``run_id``: of the metrics. ``in_own_directory``: the state is on disk in checkpoint.dir already."""
+    """``run_id``: of the metrics. ``in_own_directory``: the state is on disk in checkpoint.dir already. ``changes``: of
+    settings, which a run is to say where it begins, and not again where it goes back."""
 
     run_id: str | None = None
     in_own_directory: bool = False
     messages: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
 
 def _resumed_path(config: Config) -> tuple[Path | None, tuple[str, ...]]:
@@ -131,10 +131,9 @@ def resolve_model(config: Config, world_size: int | None = None) -> Config:
 def find_start(config: Config) -> Start:
     """What the run starts from; opens and checks names and shapes, reads no weights."""
     resumed, notes = _resumed_path(config)
-    shapes = parameter_shapes(config.model.architecture)
     if resumed is not None:
         checkpoint = open_checkpoint(resumed)
-        checkpoint.check_matches(shapes)
+        check_model(checkpoint, config)
         check_run(checkpoint)
         return Start(resume=checkpoint, notes=notes)
     if config.model.init_from:
@@ -291,7 +290,8 @@ def _resume(checkpoint: Checkpoint, notes: tuple[str, ...], engine: Engine, grou
     own = directory is not None and checkpoint.path.parent.resolve() == Path(directory).resolve()
     how = "" if same else f", saved by another layout ({_spelled(meta['layout'])})"
     resumed = f"resumed step {engine.step} from {checkpoint.path}{how}"
-    return Restored(meta["run_id"], own, (*notes, resumed, *_changed_order(meta, engine)))
+    changes = training_changes(checkpoint, engine.config, engine.step, engine.consumed_samples)
+    return Restored(meta["run_id"], own, (*notes, resumed), tuple(changes))
 
 
 def _left_out(checkpoint: Checkpoint, group: Group) -> list[range]:
@@ -308,17 +308,6 @@ def _left_out(checkpoint: Checkpoint, group: Group) -> list[range]:
             error = CheckpointError(f"{checkpoint.path}: left_out in its manifest is not as it was written: {caught}")
     raise_together(group, error)
     return group.all_gather(found)[0]
-
-
-def _changed_order(meta: dict[str, Any], engine: Engine) -> Iterator[str]:
-    """A line where the settings that the sample order follows from are not those of the checkpoint."""
-    before, now = meta["config"]["data"], engine.config.model_dump(mode="json")["data"]
-    changed = [f"data.{name}" for name in ORDER if before.get(name) != now[name]]
-    if changed:
-        yield (
-            f"{', '.join(changed)} changed since step {engine.step}: the run goes on at sample "
-            f"{engine.consumed_samples} of another order"
-        )
 
 
 def _layout(engine: Engine) -> dict[str, int]:

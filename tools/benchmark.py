@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megazero.build import precision_on
 from megazero.config import Config, load_config
 from megazero.engine import Engine, resolve_model
-from megazero.errors import ConfigError, LaunchError
+from megazero.errors import CommandLine, ConfigError, LaunchError
 from megazero.launch.environment import process_environment
 from megazero.launch.errors import report_errors
 from megazero.models.parameters import flops_per_token, parameter_count
@@ -244,9 +244,7 @@ def table_row(config: Config, found: dict[str, Any]) -> str:
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What is the tool's own, and the settings."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts (default: 10)")
     parser.add_argument("--measure", type=int, default=20, help="steps that are timed (default: 20)")
     parser.add_argument("--profile", type=int, default=0, help="steps profiled after those, on a GPU (default: 0)")
@@ -256,7 +254,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--beside-plain-loop", action="store_true", help="first measure tools/plain_loop.py too (one process)"
     )
-    own, settings = parser.parse_known_args(argv)
+    own, settings = parser.parse_beside_settings(argv)
     check_steps(own, warmup=0, measure=1, profile=0)
     return own, settings
 

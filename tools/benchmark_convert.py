@@ -35,7 +35,7 @@ from megazero.checkpoint import files
 from megazero.convert.configs import choose_family, write_config
 from megazero.convert.hf_writer import json_bytes
 from megazero.convert.tensor_files import open_files
-from megazero.errors import ConvertError
+from megazero.errors import CommandLine, ConvertError
 from megazero.models.config import ModelConfig
 from megazero.models.parameters import parameter_count
 
@@ -136,7 +136,7 @@ def checksums_of(directory: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write; what is made there is removed at the end")
     parser.add_argument("--layers", type=int, default=32, help="of 4096 x 11008; 32 are the 7B (default: 32)")
     arguments = parser.parse_args()

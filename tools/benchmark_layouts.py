@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
-from megazero.errors import ConfigError, LaunchError
+from megazero.errors import CommandLine, ConfigError, LaunchError
 from tools.layout_runs import HELP, benchmark, check_outputs, parse_run
 
 HEADINGS = ("run", "tokens/s per GPU", "TFLOP/s", "MFU", "peak GiB", "exposed communication", "largest loss difference")
@@ -28,7 +28,7 @@ PLANNED = ("planned tokens/s", "planned GiB")
 
 
 def planned(run: str, common: Sequence[str], gpu: str) -> tuple[str, str]:
-    """Cells for what megazero/planner expects on such chips; empty where the run has yet to say why it does not work."""
+    """Cells for what megazero/planner expects on such chips; empty where the run will say why it does not work."""
     from megazero.planner.chips import load_chip
     from megazero.planner.memory import plan
     from megazero.planner.step_time import step_time
@@ -62,13 +62,13 @@ def row(run: str, found: dict[str, Any], reference: list[float]) -> tuple[str, .
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         description=f"{__doc__}\n{HELP}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN", help="the layouts; losses against the first")
     parser.add_argument("--gpu", help="also plan for this chip: a name that tools/plan_layout.py knows, or a file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append every run's report to this file")
-    arguments, common = parser.parse_known_args()
+    arguments, common = parser.parse_beside_settings()
     check_outputs(arguments, "json")
     for run in arguments.runs:
         parse_run(run)

@@ -27,12 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megazero.errors import CommandLine
 from megazero.telemetry.commit import running_commit
 from megazero.telemetry.peaks import device_peak_flops
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = CommandLine(description=__doc__.split("\n")[0])
     parser.add_argument("--how", choices=("megazero", "fsdp", "loop"), required=True)
     parser.add_argument("--stage", type=int, default=2, help="of ZeRO, for megazero")
     parser.add_argument("--hidden", type=int, default=3072)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.config import Config, load_config
-from megazero.errors import ConfigError, LaunchError
+from megazero.errors import CommandLine, ConfigError, LaunchError
 from megazero.planner.chips import CHIPS, Chip, load_chip
 from megazero.planner.fit import Measured, fitted
 from megazero.planner.memory import plan
@@ -141,9 +141,7 @@ def row(result: Result, chip: Chip, better: Chip) -> str:
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--gpu", required=True, help=f"{', '.join(CHIPS)}, or a YAML or JSON file")
     parser.add_argument("--gpus", type=int, metavar="N", help="the most to use (default: all of this machine)")
     parser.add_argument("--draw", type=int, default=12, metavar="K", help="settings to run (default: 12)")
@@ -153,7 +151,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--memory", type=float, default=0.05, help="largest relative error of the peak (default: 0.05)")
     parser.add_argument("--time", type=float, default=0.1, help="and of the calibrated time (default: 0.1)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each run")
-    arguments, settings = parser.parse_known_args(argv)
+    arguments, settings = parser.parse_beside_settings(argv)
     check_counts(arguments, "gpus", "draw", "warmup", "measure")
     arguments.gpus = gpus_or_all(arguments.gpus)
     check_outputs(arguments, "record")

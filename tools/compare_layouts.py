@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.config import load_config
-from megazero.errors import ConfigError, LaunchError
+from megazero.errors import CommandLine, ConfigError, LaunchError
 from tools.layout_runs import HELP, ROOT, launch, parse_run
 
 LARGEST_MEAN = 1e-3
@@ -55,13 +55,13 @@ def losses_of(text: str, common: list[str], metrics: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         description=f"{__doc__}\n{HELP}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
         "--runs", nargs="+", required=True, metavar="RUN", help="the reference, the measure, the others"
     )
-    arguments, common = parser.parse_known_args()
+    arguments, common = parser.parse_beside_settings()
     runs: list[str] = arguments.runs
     if len(runs) < 2:
         raise LaunchError("--runs: give at least two, the reference and the measure")

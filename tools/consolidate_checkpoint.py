@@ -13,11 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.convert.hf_writer import DEFAULT_SHARD_SIZE, DTYPES
+from megazero.errors import CommandLine
 from megazero.foreign.consolidate import consolidate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     source_help = "a checkpoint, or the directory given to save_checkpoint: its latest"
     add("--from", dest="source", type=Path, required=True, metavar="DIR", help=source_help)

@@ -29,7 +29,7 @@ from megazero.convert.importer import import_checkpoint
 from megazero.convert.target import refuse_non_empty
 from megazero.convert.verify import TOLERANCE, largest_difference, need_transformers
 from megazero.convert.weights import open_source
-from megazero.errors import ConvertError
+from megazero.errors import CommandLine, ConvertError
 
 _LINE_EVERY = 10.0
 """Seconds between two lines of progress where stderr is no terminal."""
@@ -62,7 +62,7 @@ class Shown:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     incoming = commands.add_parser(
         "import", help="a Hugging Face, Megatron or DeepSpeed directory into a megazero checkpoint"

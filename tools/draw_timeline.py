@@ -17,7 +17,7 @@ from typing import get_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
-from megazero.errors import ConfigError
+from megazero.errors import CommandLine, ConfigError
 from megazero.pipeline.schedules import COMMUNICATION, Action, Kind, ScheduleName, activation_bound, build_schedule
 from megazero.pipeline.simulate import simulate
 from megazero.telemetry.timeline import (
@@ -31,7 +31,7 @@ from megazero.telemetry.timeline import (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--schedule", choices=get_args(ScheduleName), default="1f1b", help="(default: 1f1b)")
     add("--stages", type=int, default=4, metavar="N", help="pipeline ranks (default: 4)")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from data.tokenizer import KINDS, Tokenizer, load_tokenizer
 from megazero.convert import open_weights
-from megazero.errors import ConfigError
+from megazero.errors import CommandLine, ConfigError
 from megazero.generation import Sampling, TextStream, build_generator, check_prompts, inference_config, longest
 from megazero.launch.environment import process_environment
 from megazero.launch.errors import report_errors
@@ -30,9 +30,10 @@ from megazero.models.config import ModelConfig
 DEFAULT_MAX_TOKENS = 128
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandLine):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError.single(self.prog, f"{message}; --help lists what there is")
+        told = self.hinted(message)
+        raise ConfigError.single(self.prog, told if told.endswith("?") else f"{told}; --help lists what there is")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.command_line import run_script
 from megazero.convert.compare import Difference, open_pair
 from megazero.convert.contents import Contents, StoredTensor, norm, open_contents
-from megazero.errors import CheckpointError, MegazeroError
+from megazero.errors import CheckpointError, CommandLine, MegazeroError
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="each tensor's shape, dtype, norm and checksum; what the rest says")
     show.add_argument("path", metavar="PATH")

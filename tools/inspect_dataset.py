@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from data.command_line import run_script
 from data.indexed import IndexedDataset
+from megazero.errors import CommandLine
 
 _SHOWN = 16
 """Ids of the first document that are printed."""
@@ -47,7 +47,7 @@ def lengths_of_documents(dataset: IndexedDataset) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandLine(description=__doc__)
     parser.add_argument("prefix", metavar="PREFIX", help="path without .bin or .idx")
     parser.add_argument("--verify", action="store_true", help="read everything and check it")
     arguments = parser.parse_args()

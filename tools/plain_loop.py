@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from megazero.build import DTYPES, attention_backends, compiles_on, precision_on
 from megazero.config import Config
 from megazero.convert import open_weights
-from megazero.errors import ConfigError
+from megazero.errors import CommandLine, ConfigError
 from megazero.launch.errors import report_errors
 from megazero.models.context import Context, ContextBuilder
 from megazero.models.gpt import GPT
@@ -147,12 +147,10 @@ def _synchronise(device: torch.device) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock starts (default: 10)")
     parser.add_argument("--measure", type=int, default=20, help="steps that are timed (default: 20)")
-    own, settings = parser.parse_known_args(argv)
+    own, settings = parser.parse_beside_settings(argv)
     check_steps(own, warmup=0, measure=1)
     config = load_settings(settings, own.warmup + own.measure, world_size=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,6 @@ zero.stage, micro_batch_size, recompute) cannot be given. docs/plan.md says what
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import shlex
 import sys
@@ -30,7 +29,7 @@ from megazero.config import Config
 from megazero.config_cli import parse_flags, read_file
 from megazero.config_rules import divisors
 from megazero.config_tree import merged
-from megazero.errors import ConfigError, LaunchError
+from megazero.errors import CommandLine, ConfigError, LaunchError, near
 from megazero.planner.adapters import search_adapters
 from megazero.planner.chips import CHIPS, Chip, load_chip
 from megazero.planner.memory import amount
@@ -54,9 +53,7 @@ TOKENS_PER_GPU = 1024  # and, on thousands of GPUs, at least so many on each
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--model", required=True, help="a preset, a YAML or JSON file of settings, or a Hugging Face directory"
     )
@@ -78,7 +75,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         metavar="RANK",
         help="build and run this rank of the first layout without hardware, and compare with the plan",
     )
-    arguments, settings = parser.parse_known_args(argv)
+    arguments, settings = parser.parse_beside_settings(argv)
     check_counts(arguments, "gpus", "top", "seq_length", "global_batch_size")
     check_outputs(arguments, "script")
     if arguments.gpus > MOST_GPUS:
@@ -109,8 +106,8 @@ def model_tree(name: str) -> dict[str, Any]:
         if "model" not in tree:
             raise ConfigError.single("--model", f"{name} has no section `model`, as in  model: {{preset: llama3-8b}}")
         return tree
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(PRESETS)}"
+    close = near(name.lower(), list(PRESETS), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(PRESETS)}"
     raise ConfigError.single("--model", f"{name!r} is no preset, settings file or directory; {hint}")
 
 

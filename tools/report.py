@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.config import Config
-from megazero.errors import DataError
+from megazero.errors import CommandLine, DataError
 from megazero.pipeline.schedules import Action, Kind, build_schedule
 from megazero.pipeline.simulate import Timeline, simulate
 from megazero.planner.memory import MemoryPlan, amount, plan
@@ -66,7 +66,7 @@ class Run:
             self.run_id = str(self.facts["run_id"])
             self.world_size = math.prod(int(self.layout[axis]) for axis in ("tp", "pp", "dp"))
         except FileNotFoundError:
-            raise DataError(f"{described}: missing; a run writes it beside its metrics") from None
+            raise _undescribed(str(described)) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{described}: does not describe a run ({error})") from error
 
@@ -80,8 +80,15 @@ class Run:
         return [(line["step"], line[key] / scale) for line in lines if line.get(key) is not None]
 
 
+def _undescribed(missing: str) -> DataError:
+    return DataError(f"{missing}: missing; a run writes it beside its metrics, and it is to be copied along with them")
+
+
 def _metrics_in(directory: Path) -> Path:
-    found = [path for path in sorted(directory.glob("*.jsonl")) if description_of(path).exists()]
+    series = sorted(directory.glob("*.jsonl"))
+    found = [path for path in series if description_of(path).exists()]
+    if series and not found:
+        raise _undescribed(" or ".join(str(description_of(path)) for path in series))
     if len(found) != 1:
         what = f"holds {len(found)} runs: {', '.join(path.name for path in found)}" if found else "holds no run"
         raise DataError(f"{directory}: {what}; give the path of the metrics, as log.jsonl has it")
@@ -217,7 +224,7 @@ def page(run: Run) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="the metrics, or the directory that they are in")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html beside the metrics")
     arguments = parser.parse_args()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.command_line import run_script
 from megazero.config import Config
-from megazero.errors import ConfigError, LaunchError
+from megazero.errors import CommandLine, ConfigError, LaunchError
 from megazero.planner.chips import CHIPS, Chip, load_chip
 from megazero.planner.fit import SHARES, Measured, fitted
 from megazero.planner.search import Plan, search
@@ -41,9 +41,7 @@ class Run(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a preset, a file of settings, or a Hugging Face directory")
     parser.add_argument("--gpu", required=True, help=f"{', '.join(CHIPS)}, or a YAML or JSON file")
     parser.add_argument("--gpus", type=int, metavar="N", help="(default: all of this machine)")
@@ -57,7 +55,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each run")
     parser.add_argument("--chip-file", type=Path, metavar="FILE.json", help="write the chip with fitted efficiencies")
     parser.add_argument("--script", type=Path, metavar="FILE", help="write a script that launches the fastest layout")
-    arguments, settings = parser.parse_known_args(argv)
+    arguments, settings = parser.parse_beside_settings(argv)
     check_counts(arguments, "gpus", "top", "warmup", "measure", "seq_length", "global_batch_size")
     arguments.gpus = gpus_or_all(arguments.gpus)
     if arguments.chip_file and arguments.chip_file.suffix != ".json":

@@ -155,7 +155,7 @@ class Checkpoint:
         if told:
             raise CheckpointError(
                 f"{self.path}: is of another model: it {'; it '.join(told)}. Give the model settings that it was "
-                f"saved with, or the checkpoint as model.init_from, or another checkpoint.dir"
+                f"saved with, or another checkpoint.dir"
             )
 
     def close(self) -> None:

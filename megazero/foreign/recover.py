@@ -6,11 +6,11 @@ CHECKPOINT_DIR/zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] [--max_shar
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megazero.checkpoint import files
 from megazero.checkpoint.tagged import TaggedWriter
+from megazero.errors import CommandLine
 from megazero.foreign.consolidate import consolidate
 
 NAME = "zero_to_fp32.py"
@@ -44,7 +44,7 @@ def main() -> None:
     """What the script does; a mistake is one line, and exit code 2."""
     from megazero.launch.errors import report_errors
 
-    parser = argparse.ArgumentParser(prog=NAME, description="Whole float32 weights of an engine's checkpoint.")
+    parser = CommandLine(prog=NAME, description="Whole float32 weights of an engine's checkpoint.")
     add = parser.add_argument
     add("checkpoint_dir", type=Path, help="the directory given to save_checkpoint")
     add("output_dir", type=Path, help="missing or empty; gets model.safetensors")

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from megazero.errors import LaunchError, MegazeroError
@@ -178,8 +177,8 @@ def main() -> None:
     with report_errors():
         if len(sys.argv) < 2:
             raise LaunchError("give the script to run: python -m megazero.integrations.deepspeed train.py ARGS…")
-        if not Path(sys.argv[1]).is_file() and sys.argv[1] != "-m":
-            raise LaunchError(f"there is no script {sys.argv[1]!r}")
+        if not os.path.isfile(sys.argv[1]) and sys.argv[1] != "-m":
+            raise LaunchError(f"there is no script {sys.argv[1]!r} that can be read")
         hook.install()
         hook.prepare(os.environ)
         process_environment()

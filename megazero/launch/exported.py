@@ -31,7 +31,7 @@ def exported(environment: Mapping[str, str], given: Sequence[str], places: Seque
     first that has one), then ``given`` ones of --env, each as NAME=VALUE. Raises LaunchError."""
     found = {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
     for place in places:
-        if (place / FILE).is_file():
+        if os.path.isfile(place / FILE):  # not so either in a home that this user may not enter, as in containers
             try:
                 lines = read_small(place / FILE).decode().splitlines()
             except (OSError, UnicodeDecodeError) as error:

@@ -14,9 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
-from megazero.errors import LaunchError
+from megazero.errors import CommandLine, LaunchError
 from megazero.integrations import hook
 from megazero.launch import fewer
 from megazero.launch.agent import Part, run_part
@@ -86,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="megazero launch", description=SUMMARY)
+    parser = CommandLine(prog="megazero launch", description=SUMMARY)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 
@@ -98,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
             hook.prepare(os.environ)
             if not arguments.module and _is_command(arguments.script):
                 os.execvp(arguments.script, [arguments.script, *arguments.arguments])
-        if not arguments.module and not Path(arguments.script).is_file():
-            raise LaunchError(f"there is no script {arguments.script!r}")
+        if not arguments.module and not os.path.isfile(arguments.script):
+            raise LaunchError(f"there is no script {arguments.script!r} that can be read")
         command = ["-m"] if arguments.module else []
         if arguments.as_deepspeed and not arguments.no_local_rank:
             command.insert(0, "--local_rank")

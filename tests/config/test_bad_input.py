@@ -5,8 +5,10 @@ import json
 import pytest
 
 from megazero.config import Config, load_config, with_model
+from megazero.engine import Engine
 from megazero.errors import ConfigError
 from megazero.models.config import ModelConfig
+from tests.closed import closed_directory
 
 # flags, processes, {field: words its message must have}; no other field may be reported
 BAD = [
@@ -266,3 +268,27 @@ def test_layout_refuses_processes_that_do_not_fit():
         config.layout(3)
     with pytest.raises(ConfigError, match="zero.mics_shard_size"):
         Config(zero={"stage": 2, "mics_shard_size": 2}).validate_world(1)
+
+
+def test_a_directory_that_may_not_be_entered_is_named_for_every_path(monkeypatch):
+    monkeypatch.chdir("/")
+    nvme = {"zero.stage": "3", "zero.offload_optimizer.device": "nvme", "zero.offload_param.device": "nvme"}
+    paths = ["checkpoint.dir", "checkpoint.resume", "log.jsonl", "log.events", "log.tensorboard", "log.timeline"]
+    paths += ["data.train", "data.valid", "data.tokenizer", "model.init_from"]
+    paths += ["zero.offload_optimizer.nvme_path", "zero.offload_param.nvme_path"]
+    with closed_directory() as closed:
+        given = {path: f"{closed}/a/{path}" for path in paths}
+        given["data.tokenizer"] = f"hf:{given['data.tokenizer']}"
+        found = dict(problems([word for name, value in {**given, **nvme}.items() for word in (f"--{name}", value)]))
+        with pytest.raises(ConfigError, match=f"checkpoint.dir: .*may not enter {closed}; have that allowed"):
+            Engine(Config(checkpoint={"dir": given["checkpoint.dir"]}))
+    assert found.keys() == given.keys()
+    for name, message in found.items():
+        assert message.startswith(f"{closed}/a/{name}") and message.endswith(
+            f" cannot be reached: this user may not enter {closed}; have that allowed, or choose another place"
+        )
+
+
+def test_a_path_that_cannot_be():
+    found = problems(["--data.train", "a", "--checkpoint.dir", "a" * 300])
+    assert found["checkpoint.dir"].endswith("a cannot be reached: File name too long; choose another place")

@@ -51,6 +51,15 @@ def test_the_config_tree_is_what_we_take(prefix):
     assert first_tokens(valid, 2) == [0, 8]
 
 
+def test_a_file_that_may_not_be_read_is_named(prefix, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("data.indexed.map_file", refused)
+    with pytest.raises(DataError, match=rf"^data\.train: {prefix}\.idx cannot be read: Permission denied"):
+        build_sources(settings(prefix))
+
+
 def test_nothing_is_taken_from_train_unless_asked(prefix):
     train, valid = build_sources(settings(prefix))
     assert (train.length, valid) == (49, None)

@@ -208,4 +208,34 @@ def test_what_a_resume_should_know_is_said(corpus: Path, tmp_path: Path, capfd: 
     said = capfd.readouterr().out
     assert "resumed step 1 from" in said
     assert said.count("passing over a checkpoint that is not whole") == 1
-    assert "data.seq_length, data.seed changed since step 1: the run goes on at sample 8 of another order" in said
+    changed = "data.seq_length = 8 (was 16), data.seed = 5 (was 1234), train.steps = 3 (was 2)"
+    assert f"settings changed since step 1: {changed}; the run goes on at sample 8 of another order\n" in said
+
+
+def test_what_changes_the_training_is_said_once_with_both_values(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """And nothing of places, layout and logging, nor of what is spelled out and was meant before."""
+    settings = tiny(corpus, {"checkpoint.dir": tmp_path / "run", "train.steps": 2})
+    run_script(settings)
+    capfd.readouterr()
+    same = {"model.ffn_hidden_size": 128, "model.num_key_value_heads": 4, "optimizer.eps": 1e-8}
+    elsewhere = {"train.micro_batch_size": 2, "log.interval": 2, "log.jsonl": tmp_path / "a.jsonl", "train.seed": 5}
+    run_script(settings | same | elsewhere)
+    assert "changed since" not in capfd.readouterr().out
+    changes = {
+        "model.activation": "relu",
+        "model.dropout": 0.1,
+        "optimizer.lr": 0.0100000001,
+        "optimizer.schedule": "linear",
+        "train.steps": 3,
+        "train.global_batch_size": 4,
+    }
+    run_script(settings | changes)
+    said = capfd.readouterr().out
+    told = (
+        "model.activation = 'relu' (was 'gelu_tanh'), model.dropout = 0.1 (was 0), "
+        "optimizer.lr = 0.0100000001 (was 0.01), optimizer.schedule = 'linear' (was 'cosine'), "
+        "train.steps = 3 (was 2), train.global_batch_size = 4 (was 8)"
+    )
+    assert said.count("changed since") == 1 and f"settings changed since step 2: {told}\n" in said

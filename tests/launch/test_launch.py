@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from megazero.__main__ import main
+from megazero.launch.exported import exported
+from tests.closed import closed_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -167,13 +169,21 @@ def test_an_exit_code_is_passed_on(launch: Callable) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["missing.py"], "there is no script 'missing.py'"),
+        (["missing.py"], "there is no script 'missing.py' that can be read"),
         (["--nproc", "0", __file__], "--nproc 0: at least 1 process is needed"),
     ],
 )
 def test_a_bad_command_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["launch", *arguments]) == 2
     assert capsys.readouterr().err == f"megazero launch: {message}\n"
+
+
+def test_directories_that_may_not_be_entered_hold_nothing(capsys: pytest.CaptureFixture) -> None:
+    """The script's, which is one line, and the home directory, of which nothing is needed."""
+    with closed_directory() as closed:
+        assert main(["launch", f"{closed}/job.py"]) == 2
+        assert exported({}, [], [closed, closed / "home"]) == {}
+    assert capsys.readouterr().err == f"megazero launch: there is no script '{closed}/job.py' that can be read\n"
 
 
 def test_help_needs_no_torch() -> None:

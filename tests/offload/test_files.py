@@ -104,6 +104,24 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
             StateFile(str(path), PAGE)
 
 
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_files_that_are_host_memory_are_told_apart(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, at the start, for each of the settings; what is asked about is where the files are, links followed."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "files")
+    asked = []
+    monkeypatch.setattr("megazero.zero.offload.tier.file_system", lambda path: asked.append(path) or (kind, "/mnt"))
+    with make_engine(settings(GPT2, zero={"stage": 3, **in_files({**nvme(tmp_path / "link"), **FILES}, tmp_path)})):
+        pass
+    said = capfd.readouterr().out
+    for section in ("offload_optimizer", "offload_param"):
+        told = f"warning: {section}.nvme_path is on tmpfs (/mnt), which is host memory: give a directory on a disk, or "
+        assert said.count(f"{told}{section}.device cpu\n") == (kind == "tmpfs")
+    assert [path.parent for path in asked] == [tmp_path / "files", tmp_path]
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """Found before anything is written where that can be known; named, and cleaned up, where it comes later."""
     with (

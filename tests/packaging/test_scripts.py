@@ -2,12 +2,13 @@
 
 import ast
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forked_scripts import help_of
+from tests.forked_scripts import help_of, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +39,46 @@ def test_there_are_scripts():
 def test_help_from_another_directory(script, elsewhere):
     assert "usage" in help_of(script, directory=elsewhere).lower()
     assert not list(elsewhere.glob("*.*")), "--help left something behind"
+
+
+LAUNCH, PLAN = ["-m", "megazero", "launch"], ["tools/plan_layout.py", "--model", "llama3-8b", "--gpus", "8"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([*LAUNCH, "--nprocs", "2", "a.py"], "unrecognized arguments: --nprocs; for --nprocs, did you mean --nproc?"),
+        ([*LAUNCH, "--procs=2", "--log-dir=x", "a.py", "--ssg"], "did you mean --nproc?; for --log-dir, did you mean"),
+        (
+            ["data/preprocess.py", "--tokeniser", "byte", "--input", "a", "--output", "b"],
+            "are required: --tokenizer; for --tokeniser, did you mean --tokenizer?",
+        ),
+        (["tools/convert_checkpoint.py", "export", "--form", "a", "--to", "b"], "for --form, did you mean --from?"),
+        (["tools/generate.py", "--checkpont", "a", "--tokenizer", "byte"], "did you mean --checkpoint?"),
+        ([*PLAN, "--gpu", "h200", "--seqlength", "8"], "--seqlength: unknown flag; did you mean --seq-length?"),
+        ([*PLAN, "--gpu", "h200", "--lr", "8"], "--lr: unknown flag; did you mean --optimizer.lr?"),
+        ([*PLAN, "--model.num_layers", "8"], "are required: --gpu"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_misspelt_flag_is_told_the_nearest(words, said):
+    words = words if words[0] == "-m" else [ROOT / words[0], *words[1:]]
+    done = run_forked(*words, directory=ROOT)
+    assert done.returncode == 2 and done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert said in last and last.endswith(said if said.endswith("--gpu") else "?")
+
+
+def test_all_flags_are_parsed_by_what_tells_the_nearest():
+    """But for a script that has none."""
+    bare = {"megazero/errors.py", "tools/run_hf_deepspeed_tests.py"}
+    files = [path for room in ("data", "tools", "pretrain", "megazero") for path in (ROOT / room).rglob("*.py")]
+    found = {
+        str(path.relative_to(ROOT))
+        for path in files
+        if re.search(r"ArgumentParser\)?\(|ArgumentParser\):", path.read_text())
+    }
+    assert found <= bare
 
 
 def test_no_file_is_named_like_a_module():

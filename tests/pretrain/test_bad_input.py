@@ -158,13 +158,19 @@ BAD: dict[str, Row] = {
         2,
         None,
         {"checkpoint.dir": "{here}/run", "model.hidden_size": 36},
-        ("{here}/run/step_00000001: is of another model", "[257, 32], not [257, 36]"),
+        (
+            "{here}/run/step_00000001: is of another model: model.hidden_size = 36 (was 32). Set it back, or choose "
+            "another checkpoint.dir\n",
+        ),
     ),
     "deeper model": (
         1,
         None,
-        {"checkpoint.dir": "{here}/run", "model.num_layers": 4},
-        ("{here}/run/step_00000001: is of another model", "lacks layers.3."),
+        {"checkpoint.resume": "{here}/run", "model.num_layers": 4, "model.norm": "rmsnorm", "model.dropout": 0.1},
+        (
+            "{here}/run/step_00000001: is of another model: model.num_layers = 4 (was 3), model.norm = 'rmsnorm' (was "
+            "'layernorm'). Set them back, or choose another checkpoint.resume\n",
+        ),
     ),
     "manifest": (
         1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -134,8 +135,13 @@ def test_what_is_no_run_is_named(directory: Path, tmp_path: Path):
     with pytest.raises(DataError, match="line 1 is not a line of metrics"):
         report.Run(metrics)
     metrics.write_text((directory / "metrics.jsonl").read_text())
-    with pytest.raises(DataError, match=r"metrics.run.json: missing"):
-        report.Run(metrics)
+    missing = rf"^{re.escape(str(tmp_path / 'metrics.run.json'))}: missing; .* copied along"
+    for given in (metrics, tmp_path):
+        with pytest.raises(DataError, match=missing):
+            report.Run(given)
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(DataError, match=r"events.run.json or .*/metrics.run.json: missing"):
+        report.Run(tmp_path)
     whole = json.loads((directory / "metrics.run.json").read_text())
     for broken in ({"layout": {}}, whole | {"layout": {"tp": 1}}, whole | {"layout": {**whole["layout"], "pp": "x"}}):
         (tmp_path / "metrics.run.json").write_text(json.dumps(broken))

@@ -11,6 +11,7 @@ import torch
 
 from megazero.cores import own_cores
 from megazero.host_memory import HostMemory, check_host_memory, wait_for_all
+from megazero.resilience.paths import file_system
 from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
 from megazero.zero.offload.media import Disk
@@ -19,6 +20,8 @@ from megazero.zero.offload.settings import Offload
 from megazero.zero.offload.sizes import BlockShare, HostState, host_state
 from megazero.zero.offload.values import FileValues, ParameterFile
 
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""Types of file systems that have no disk."""
 SENDERS = 8
 """The update's threads to one that rounds its results: it passes over five times as much memory."""
 
@@ -106,6 +109,14 @@ class Tier:
             yield f"offload: parameters in {self.parameter_file.file.path}"
         if self.settings.optimizer != "none":
             yield f"offload: masters ({masters}) and moments ({moments}) {where}, updated by {_counted(self.threads)}"
+        files = {"offload_optimizer": self.disk, "offload_param": self.parameter_file}
+        for section, kept in files.items():
+            kind, mount = file_system(kept.file.directory.resolve()) if kept is not None else ("", "")
+            if kind in _IN_MEMORY:
+                yield (
+                    f"warning: {section}.nvme_path is on {kind} ({mount}), which is host memory: give a directory on a "
+                    f"disk, or {section}.device cpu"
+                )
 
     def advice(self) -> str | None:
         """A step has been issued: what the run should be told, once. On a CPU there is nothing to wait for apart."""
