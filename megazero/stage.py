@@ -114,7 +114,7 @@ class DecoderStage:
     def _caught(self, products: Sequence[Product]) -> None:
         """A layer's backward has made what its matrices' gradients are products of."""
         for product in products:
-            if self._put_off is None:
+            if self._put_off is None or not self.sharded.in_backward:
                 self._make_gradient(product)
             else:
                 self._put_off[-1][product.linear] = product
@@ -122,7 +122,11 @@ class DecoderStage:
     def _make_gradient(self, product: Product) -> None:
         """And let go of what it is made of."""
         if product.grad is not None and product.inside is not None:
-            self.sharded.add_product(product.linear.weight, product.grad.t(), product.inside)
+            weight, left, right = product.linear.weight, product.grad.t(), product.inside
+            if self.sharded.in_backward:
+                self.sharded.add_product(weight, left, right)
+            else:  # somebody's own, through the model between steps: no step's gradients
+                weight.grad = left @ right if weight.grad is None else weight.grad + left @ right
         product.grad = product.inside = None
 
     def gather(self) -> None:
