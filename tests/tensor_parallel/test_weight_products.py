@@ -207,3 +207,21 @@ def test_a_copy_is_a_layer_of_its_own(copied: Callable[[Layer], Layer]) -> None:
             parameter.zero_()
     assert not torch.equal(run(twin)["y"], wanted["y"])
     assert all(parameter.grad is None and parameter.any() for parameter in caught.parameters())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_plain_use_of_every_layout_is_left_to_others(sequence_parallel: bool) -> None:
+    """Else autograd would make the gradient, and nothing would show it but the time that it takes."""
+    with torch.device("meta"):
+        holder = nn.ModuleDict({"layer": Layer(config_of("softmax"))})
+    parallelize(holder, TensorParallel(2, 1, sequence_parallel), 1, tied=False)
+    outside = TOKENS // 2 if sequence_parallel else TOKENS
+    for name in MATRICES:
+        linear = holder["layer"].get_submodule(name)
+        column = name in ("attention.qkv", "mlp.inner")
+        tokens, features = outside if column else TOKENS, linear.weight.shape[1]
+        assert not linear.is_probed(torch.empty(tokens, features), column)
+        linear.probe = torch.empty(()).expand(TOKENS, linear.weight.shape[0])
+        assert linear.is_probed(torch.empty(tokens, features), column), name
+        assert not linear.is_probed(torch.empty(tokens + 1, features), column), name
+        assert not linear.is_probed(torch.empty(tokens, 1, features), column), name
