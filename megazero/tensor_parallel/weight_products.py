@@ -56,7 +56,9 @@ class ProbedLinear(nn.Module):
     def is_probed(self, x: torch.Tensor, column: bool) -> bool:
         """Whether a use on ``x`` is one whose weight's gradient is left to others: the first, of all tokens. What a
         forward of somebody's own does besides, with other shapes or dtypes, is autograd's."""
-        if self.probe is None or self.inside is not None or torch.is_autocast_enabled(x.device.type):
+        if self.probe is None or self.inside is not None:
+            return False
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             return False
         tokens = self.probe.shape[0]
         return x.shape[:-1] == (self.tp.local_tokens(tokens) if column else tokens,)
