@@ -283,7 +283,11 @@ class Engine:
                 total.add_(loss)
 
         with attention_backends(self.device, self.config.train.deterministic):
-            self._executor.run(actions, micro_batches, on_loss)
+            try:
+                self._executor.run(actions, micro_batches, on_loss)
+            except BaseException:
+                self.stage.abandon()
+                raise
         return total
 
     @property

@@ -49,10 +49,13 @@ class DecoderStage:
         self._put_off: deque[dict[ProbedLinear, Product]] | None = deque() if splits_backward else None
         for layer in model.layers.values() if catches else ():
             catch_products(layer, self._caught)
+        self._abandoned = False
         self.loss_weight: float | torch.Tensor = 1.0
 
     def forward(self, micro_batch: MicroBatch, x: torch.Tensor | None, chunk: int) -> torch.Tensor:
         """Hidden states (T or T/tp, H) of the stage before, None on the first → this stage's; a scalar on the last."""
+        if self._abandoned:
+            self._forget()
         self.sharded.begin_forward(chunk)
         tensors = {name: value.to(self.device, non_blocking=True) for name, value in micro_batch.items()}
         tokens = tensors["tokens"]
@@ -92,10 +95,26 @@ class DecoderStage:
             self.sharded.unit_complete(unit)
         self.sharded.finish_backward()
 
+    def abandon(self) -> None:
+        """A step has ended in an error. What it has left behind is forgotten where another begins, and not here, where
+        other ranks need not come."""
+        self._abandoned = True
+        self.sharded.abandon_forward()
+        self.sharded.abandon_backward()
+
+    def _forget(self) -> None:
+        self._abandoned = False
+        self.sharded.forget_gradients()
+        self.sharded.end_step()
+        for _, parameter in self.sharded.named_parameters():
+            parameter.grad = None
+        if self._put_off is not None:
+            self._put_off.clear()
+
     def _caught(self, products: Sequence[Product]) -> None:
         """A layer's backward has made what its matrices' gradients are products of."""
         for product in products:
-            if self._put_off is None:
+            if self._put_off is None or not self.sharded.in_backward:
                 self._make_gradient(product)
             else:
                 self._put_off[-1][product.linear] = product
@@ -103,7 +122,11 @@ class DecoderStage:
     def _make_gradient(self, product: Product) -> None:
         """And let go of what it is made of."""
         if product.grad is not None and product.inside is not None:
-            self.sharded.add_product(product.linear.weight, product.grad.t(), product.inside)
+            weight, left, right = product.linear.weight, product.grad.t(), product.inside
+            if self.sharded.in_backward:
+                self.sharded.add_product(weight, left, right)
+            else:  # somebody's own, through the model between steps: no step's gradients
+                weight.grad = left @ right if weight.grad is None else weight.grad + left @ right
         product.grad = product.inside = None
 
     def gather(self) -> None:

@@ -175,9 +175,20 @@ def set_aside(path: Path) -> bool:
         path.rename(path.with_name(path.name + DAMAGED))
     except FileNotFoundError:  # another thread has, which found the same
         return True
-    except OSError:
+    except (CheckpointError, OSError):
         return False
     return True
+
+
+def is_gone(path: Path) -> bool:
+    """Whether there is nothing of this name; where the disk does not say, there is."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def is_whole(directory: Path) -> bool:

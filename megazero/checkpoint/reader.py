@@ -266,6 +266,6 @@ class Checkpoint:
             os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _damage(self, file: str, what: str) -> str:
-        if not self.path.exists():
+        if locate.is_gone(self.path):
             return f"{self.path}: was removed while it was read, as a run with checkpoint.keep does; take a newer one"
         return f"{self.path / file}: damaged: {what}. {manifest.remedy(self.path)}"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megazero.checkpoint.locate import DAMAGED, read_whole, set_aside
+from megazero.checkpoint.locate import DAMAGED, is_gone, read_whole, set_aside
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.writer import CheckpointWriter
@@ -68,15 +68,18 @@ class Verifier:
 
     def close(self, gives_up: Callable[[], bool]) -> None:
         """End the thread when it has verified what it was given, or as soon as ``gives_up`` says so."""
+        thread = self._thread
+        if thread is None:
+            return
         with self._changed:
             self._hurries = True
             self._changed.notify_all()
-            while not gives_up() and (self._busy or self._waiting):
+            # It may have ended before: the system, say, had no further thread to read with.
+            while thread.is_alive() and (self._busy or self._waiting) and not gives_up():
                 self._changed.wait(0.2)
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_PAUSE)  # a disk that hangs holds nobody up
+        thread.join(_PAUSE)  # a disk that hangs holds nobody up
 
     def _run(self) -> None:
         while True:
@@ -95,11 +98,11 @@ class Verifier:
     def _verify(self, path: Path) -> Outcome | None:
         """None where it was not to be finished, or the checkpoint is gone."""
         problem = self._problem(path)
-        if problem and path.exists() and not self._stopped:
+        if problem and not is_gone(path) and not self._stopped:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, _PAUSE)
             problem = self._problem(path)
-        if self._stopped or not path.exists():
+        if self._stopped or is_gone(path):
             return None
         if not problem:
             with suppress(OSError, CheckpointError):  # what it could not do the next save tries again

@@ -71,7 +71,7 @@ class ColumnParallelLinear(ProbedLinear):
     def forward(self, x_TH: torch.Tensor, with_bias: bool = True) -> tuple[torch.Tensor, ...]:
         """(T or T/tp, H) → one (T, local features) per part. ``with_bias``: false: the caller adds it."""
         bias = self.bias if with_bias else None
-        if self.is_probed:
+        if self.is_probed(x_TH, column=True):
             return probed_linear(self, x_TH, bias, self.sizes, column=True)
         return column_linear(x_TH, self.weight, bias, self.tp).split(self.sizes, dim=-1)
 
@@ -94,7 +94,7 @@ class RowParallelLinear(ProbedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(T, local features) → (T or T/tp, H)."""
-        if self.is_probed:
+        if self.is_probed(x, column=False):
             (y,) = probed_linear(self, x, self.bias, [self.weight.shape[0]], column=False)
             return y
         return row_linear(x, self.weight, self.bias, self.tp)

@@ -16,7 +16,7 @@ the layer for complete, only when the products are caught.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -53,10 +53,15 @@ class ProbedLinear(nn.Module):
     inside: torch.Tensor | None = None
     join: Join = staticmethod(join)
 
-    @property
-    def is_probed(self) -> bool:
-        """Whether the next use is one whose weight's gradient is left to others."""
-        return self.probe is not None and self.inside is None
+    def is_probed(self, x: torch.Tensor, column: bool) -> bool:
+        """Whether a use on ``x`` is one whose weight's gradient is left to others: the first, of all tokens. What a
+        forward of somebody's own does besides, with other shapes or dtypes, is autograd's."""
+        if self.probe is None or self.inside is not None:
+            return False
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            return False
+        tokens = self.probe.shape[0]
+        return x.shape[:-1] == (self.tp.local_tokens(tokens) if column else tokens,)
 
 
 class Product:
@@ -74,7 +79,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, inside, weight, bias, probe, sizes, join, group, sequence_parallel, column):
-        ctx.save_for_backward(weight)
+        # Of what is inside autograd watches that nobody changes it in place before its product is made.
+        ctx.save_for_backward(weight, inside)
         ctx.join, ctx.group, ctx.sequence_parallel, ctx.column = join, group, sequence_parallel, column
         ctx.has_bias, ctx.dtype = bias is not None, x.dtype
         if column or group is None:
@@ -84,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        (weight,) = ctx.saved_tensors
+        weight, _ = ctx.saved_tensors
         grad_bias = None
         if len(grads) == 1:
             grad = grads[0]
@@ -149,31 +155,45 @@ def probed_linears(module: nn.Module) -> list[ProbedLinear]:
     return [linear for linear in module.modules() if isinstance(linear, ProbedLinear)]
 
 
-def _is_watched(weight: nn.Parameter) -> bool:
-    """Whether somebody's hooks are to see, or to change, the gradient that autograd makes."""
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+def _is_watched(linear: ProbedLinear) -> bool:
+    """Whether somebody is to see, or to change, the gradient that autograd makes: by hooks, or because the weight is
+    computed from another parameter (torch.nn.utils.parametrize)."""
+    weight = linear._parameters.get("weight")
+    return weight is None or bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+def _own_forward(module: nn.Module) -> MethodType:
+    return MethodType(type(module).forward, module)
+
+
+class _WithProbes:
+    """The forward of a layer whose products are caught; a copy of the layer, in no engine, has its class's own."""
+
+    def __init__(self, layer: nn.Module, caught: Callable[[list[Product]], Any]) -> None:
+        self._layer, self._forward, self._caught = layer, layer.forward, caught
+        self._linears = probed_linears(layer)
+
+    def __reduce__(self) -> tuple:
+        return _own_forward, (self._layer,)
+
+    def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return self._forward(x, *args)
+        tp = self._linears[0].tp
+        tokens = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
+        products = [Product(linear) for linear in self._linears if not _is_watched(linear)]
+        for product, probe in zip(products, _Probes.apply(x, tokens, products, self._caught), strict=True):
+            product.linear.probe = probe
+        try:
+            return self._forward(x, *args)
+        finally:
+            for product in products:
+                linear = product.linear
+                product.inside, linear.inside, linear.probe = linear.inside, None, None
 
 
 def catch_products(layer: nn.Module, caught: Callable[[list[Product]], Any]) -> None:
     """From here on ``caught`` is called in each backward of the layer, a module of hidden states (T or T/tp, H), with
     what the gradients of its linears' weights are made of; autograd makes none of these. Goes around compiled layers.
     """
-    forward, linears = layer.forward, probed_linears(layer)
-
-    @wraps(forward)
-    def with_probes(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return forward(x, *args)
-        tp = linears[0].tp
-        tokens = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
-        products = [Product(linear) for linear in linears if not _is_watched(linear.weight)]
-        for product, probe in zip(products, _Probes.apply(x, tokens, products, caught), strict=True):
-            product.linear.probe = probe
-        try:
-            return forward(x, *args)
-        finally:
-            for product in products:
-                linear = product.linear
-                product.inside, linear.inside, linear.probe = linear.inside, None, None
-
-    layer.forward = with_probes
+    layer.forward = _WithProbes(layer, caught)

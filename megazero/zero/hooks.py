@@ -45,15 +45,16 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict) -> Callable:
-        return left_behind
-
-    def __reduce__(self) -> str:
-        return "left_behind"
+    def __reduce__(self) -> tuple:
+        return _left_behind, ()
 
 
 def left_behind(*args: Any, **kwargs: Any) -> None:
     """What a copied module has for a Hook."""
+
+
+def _left_behind() -> Callable:
+    return left_behind
 
 
 class _BackwardReached(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from threading import current_thread
+from threading import Thread, current_thread
 
 import pytest
 import torch
@@ -132,6 +132,60 @@ def test_one_that_has_been_removed_or_was_not_finished_is_not_spoken_of(tmp_path
     reader.add(writer.save(1, [CHUNK]))
     reader.close(gives_up=lambda: True)
     assert reader.outcomes() == []
+
+
+def ended(reader: Verifier) -> list[tuple[Path, str]]:
+    """What came of it, where its thread ends by itself."""
+    asked = iter(range(30))
+    reader.close(gives_up=lambda: next(asked, None) is None)
+    assert next(asked, None) is not None, "nothing but giving up has ended it"
+    return [tuple(outcome) for outcome in reader.outcomes()]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_what_the_disk_does_not_answer_for_is_said_and_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
+    """A directory of a server that has gone away is not one that was removed."""
+    writer = CheckpointWriter(tmp_path, verifies=True)
+    if other:
+        writer.save(1, [CHUNK])
+    path, real, listed = writer.save(2, [CHUNK]), Path.stat, os.listdir
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        if path in (self, *self.parents):
+            raise OSError(116, "Stale file handle")
+        return real(self, **options)
+
+    def listdir(root: Path) -> list[str]:
+        if not other:
+            raise PermissionError(13, "Permission denied")
+        return listed(root)
+
+    reader = Verifier(writer)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat)
+        patched.setattr(os, "listdir", listdir)
+        reader.add(path)
+        ((said, problem),) = ended(reader)
+    assert said == path and "manifest.json: cannot be read: Stale file handle" in problem
+    assert path.exists() is not other
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_be_started_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CheckpointWriter(tmp_path, verifies=True)
+    path, start = writer.save(1, [CHUNK]), Thread.start
+
+    def start_first(thread: Thread) -> None:
+        if thread.name != "verifier":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_first)
+    reader = Verifier(writer)
+    reader.add(path)
+    assert ended(reader) == [] and not (path / VERIFIED).exists()
 
 
 def test_a_run_names_what_is_damaged_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

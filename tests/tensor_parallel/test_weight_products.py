@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +11,7 @@ from megazero.models.context import build_context
 from megazero.models.gpt import GPT
 from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.tensor_parallel.parallelize import parallelize
-from megazero.tensor_parallel.weight_products import ProbedLinear, Product, catch_products, join, probed_linears
+from megazero.tensor_parallel.weight_products import Product, catch_products, join, probed_linears
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, vocab_size=32)
 TOKENS = 2 * 6
@@ -110,23 +107,6 @@ def test_an_error_in_a_layer_leaves_nothing() -> None:
     assert torch.equal(run(model), run(decoder())) and len(products) == 8
 
 
-def used_twice(linear: ProbedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
-    forward = linear.forward
-    return lambda x: forward(x) + 0.5 * forward(x.square())
-
-
-def test_of_a_linear_used_twice_autograd_makes_the_rest() -> None:
-    plain, model = decoder(), decoder()
-    for each in (plain, model):
-        down = each.layers["0"].mlp.down
-        down.forward = used_twice(down)
-    wanted, products = run(plain), catching(model)
-    torch.testing.assert_close(run(model), wanted)
-    down, (product,) = model.layers["0"].mlp.down, [p for p in products if p.linear is model.layers["0"].mlp.down]
-    assert down.weight.grad is not None
-    torch.testing.assert_close(down.weight.grad + made(product), plain.layers["0"].mlp.down.weight.grad)
-
-
 def test_a_linear_that_is_not_used_has_no_product() -> None:
     model = decoder()
     products = catching(model)
@@ -135,16 +115,6 @@ def test_a_linear_that_is_not_used_has_no_product() -> None:
     run(model)
     unused = [p for p in products if p.linear in (mlp.inner, mlp.down)]
     assert [p.grad for p in unused] == [p.inside for p in unused] == [None, None]
-
-
-def test_copies_catch_for_nobody_else() -> None:
-    """A copied layer runs, and does not fill the list of the one that it is a copy of."""
-    model = decoder()
-    copied = copy.deepcopy(model)
-    products = catching(model)
-    run(copied)
-    assert not products
-    assert all(p.grad is not None for p in copied.parameters())
 
 
 def test_join() -> None:
