@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megazero import restore
 from megazero.build import DTYPES, attention_backends, build_stage, precision_on
 from megazero.config import Config
-from megazero.config_rules import unreachable
 from megazero.course import Course
 from megazero.divergence import find_divergence, roll_back
 from megazero.errors import ConfigError, DivergenceError, LaunchError
@@ -27,6 +26,7 @@ from megazero.pipeline.executor import Executor
 from megazero.pipeline.p2p import Transfers, neighbour_groups
 from megazero.pipeline.rank_schedules import RankSchedules
 from megazero.pipeline.schedules import Action
+from megazero.places import unreachable
 from megazero.planner.chips import chip_of_device
 from megazero.planner.expectation import expectation
 from megazero.planner.memory import plan

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megazero.checkpoint.locate import step_directories
 from megazero.config import Config
 from megazero.models.parameters import parameter_count
+from megazero.places import file_system
 from megazero.topology import Topology
 
 _PATIENCE = 10.0
@@ -84,17 +85,6 @@ def remove_probe(probe: Probe, topology: Topology) -> None:
         with suppress(OSError):
             os.unlink(probe.path)
             os.utime(Path(probe.path).parent, ns=probe.times)
-
-
-def file_system(path: Path) -> tuple[str, str]:
-    """(type, where it is mounted) of what a path is on, as Linux has it."""
-    found = ("unknown", "/")
-    with suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, mount, kind, *_ = line.split(" ")
-            if path.is_relative_to(mount) and len(mount) >= len(found[1]):
-                found = (kind, mount)
-    return found
 
 
 def writable_problem(directory: str) -> str:

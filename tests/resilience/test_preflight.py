@@ -17,6 +17,7 @@ import pytest
 from megazero.config import Config
 from megazero.errors import LaunchError
 from megazero.models.parameters import parameter_count
+from megazero.places import file_system
 from megazero.resilience import paths, preflight
 from megazero.resilience.preflight import disabled_infiniband, missing_interface, slow_links
 from tests.engine.tiny import open_run, tiny, write_corpus
@@ -117,7 +118,7 @@ def test_room_for_what_is_still_to_be_written(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_file_system_of_a_path() -> None:
-    assert paths.file_system(Path("/proc/self")) == ("proc", "/proc")
+    assert file_system(Path("/proc/self")) == ("proc", "/proc")
     assert paths.nearest("/proc/none/at/all") == Path("/proc")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megazero.cores import own_cores
 from megazero.host_memory import HostMemory, check_host_memory, wait_for_all
-from megazero.resilience.paths import file_system
+from megazero.places import file_system
 from megazero.zero.offload.formats import Noise
 from megazero.zero.offload.link import Link
 from megazero.zero.offload.media import Disk
