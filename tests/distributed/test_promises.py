@@ -37,7 +37,8 @@ def model_state_bytes(tree: dict[str, Any]) -> dict[str, float]:
             tensors = list(engine.stage.model.parameters())
             tensors += [p.grad for p in engine.stage.model.parameters() if p.grad is not None]
             for block in blocks:
-                tensors += [value for value in vars(block).values() if isinstance(value, torch.Tensor)]
+                held = (*vars(block).values(), *vars(block.gradient).values())
+                tensors += [value for value in held if isinstance(value, torch.Tensor)]
                 tensors += block.optimizer_state.values()
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
             found["bytes"] = sum(storages.values())
