@@ -1,8 +1,7 @@
 """From settings to one rank's model: the one place that knows the order in which everything is applied.
 
 Model on the meta device → tensor parallelism → fused pieces → recompute → compile → place of activations → ZeRO → who
-makes the matrices' gradients.
-Nothing before the last takes memory.
+makes the matrices' gradients. Nothing before ZeRO takes memory.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class HostSeconds:
 
 
 FEW_BITS = 80
-"""Bytes of host memory that a core could pass over in the time that an element's update takes where state is kept in
+"""Bytes of host memory that the cores could pass over in the time that an element's update takes where state is kept in
 fewer bits: 0.72 and 0.83 ns on 16 cores with 107 GB/s (docs/offload.md), most of it to change the form."""
 
 

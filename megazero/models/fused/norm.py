@@ -94,9 +94,9 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum (or x), that normalised, and of each row the mean and the reciprocal deviation."""
     rows, features = x.shape
-    x = x.contiguous()
+    x, adds = x.contiguous(), branch is not None
     branch = x if branch is None else branch.contiguous()
-    total = x if branch is x else torch.empty_like(x)
+    total = torch.empty_like(x) if adds else x
     normed = torch.empty_like(x)
     mean = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     scale = torch.empty_like(mean)
@@ -112,7 +112,7 @@ def _forward(
         scale,
         features,
         eps,
-        adds=branch is not x,
+        adds=adds,
         width=width,
         num_warps=4,
     )
