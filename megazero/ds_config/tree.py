@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from megazero.ds_config import batch
+from megazero.errors import ConfigError
 from megazero.zero.offload.settings import Offload
 
 
@@ -162,3 +164,15 @@ class DsConfig:
     pipeline: Pipeline
     not_needed: tuple[str, ...]
     deferred: tuple[str, ...]
+
+    def with_train_batch_size(self, total: int) -> DsConfig:
+        """This with as many accumulation steps as make ``total`` of the same micro-batches. Raises ConfigError where
+        none do."""
+        if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+            raise ConfigError.single(batch.TOTAL, f"is {total!r}; use an integer of 1 or more")
+        micro = self.train_micro_batch_size_per_gpu
+        ranks = self.train_batch_size // (micro * self.gradient_accumulation_steps)
+        settled, wrong = batch.settle({batch.TOTAL: total, batch.MICRO: micro, batch.STEPS: None}, ranks)
+        if wrong:
+            raise ConfigError(wrong)
+        return replace(self, train_batch_size=total, gradient_accumulation_steps=settled.steps)

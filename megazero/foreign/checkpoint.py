@@ -366,6 +366,7 @@ class EngineCheckpoints:
         if engine.micro_steps % accumulation or accumulation != counters["gradient_accumulation_steps"]:
             # A step starts anew: the gradients of one under way are not saved.
             engine.micro_steps = engine.global_steps * accumulation
+        engine.counts_from = 0
         if self._keeps_rng(checkpoint):
             set_rng_state(checkpoint.rank_state(self._group.rank), engine.device)
 

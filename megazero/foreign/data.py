@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -50,6 +50,37 @@ def make_loader(data: Any, ds: DsConfig, topology: Topology, collate_fn: Callabl
     if not len(data):
         raise ConfigError.single("training_data", "holds no sample")
     return EpochLoader(data, ds, topology, collate_fn)
+
+
+class Batches:
+    """What the micro-batches of a step are read from: an iterator that is given, or ``loader``, epoch after epoch."""
+
+    def __init__(self, loader: Iterable[Any] | None = None) -> None:
+        self.loader = loader
+        self._epoch: Iterator[Any] | None = None
+
+    def read(self, what: str, given: Iterator[Any] | None, count: int) -> Iterator[Any]:
+        """``count`` of them; to be read before anything is computed, as others may wait for what is missing."""
+        for number in range(count):
+            try:
+                batch = self._next() if given is None else next_of(given)
+            except StopIteration:
+                raise MegazeroError(
+                    f"{what}: the iterator ended after {number} of {count} micro-batches; give one that goes on, "
+                    "or call it fewer times on every process"
+                ) from None
+            yield batch
+
+    def _next(self) -> Any:
+        if self.loader is None:
+            raise MegazeroError("train_batch: give an iterator over batches, or training_data to initialize")
+        if self._epoch is None:
+            self._epoch = iter(self.loader)
+        try:
+            return next(self._epoch)
+        except StopIteration:
+            self._epoch = iter(self.loader)
+            return next(self._epoch)
 
 
 def next_of(data_iter: Iterator[Any]) -> Any:

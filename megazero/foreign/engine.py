@@ -16,7 +16,7 @@ from megazero.errors import DivergenceError, MegazeroError
 from megazero.foreign.buffers import about_dtypes
 from megazero.foreign.checkpoint import EngineCheckpoints
 from megazero.foreign.checks import check_groups, check_loss, check_no_others, check_parameters, check_scheduler
-from megazero.foreign.data import cast_floats, loss_of, next_of
+from megazero.foreign.data import Batches, cast_floats, loss_of
 from megazero.foreign.export import WeightExport
 from megazero.foreign.loss_scale import LossScale
 from megazero.foreign.names import EngineNames
@@ -60,7 +60,7 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
         self.global_rank, self.world_size = topology.rank, topology.layout.world_size
         self.local_rank = LocalRank(local_rank, self.device)
         self.lr_scheduler: Any = None
-        self.training_dataloader: Iterable[Any] | None = None
+        self.batches = Batches()
         self.reports, self._inside = reports, inside
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.loss_scaler = LossScale(config.precision)
@@ -72,8 +72,8 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the running step, on this rank
         self._bad_step = torch.zeros((), dtype=torch.float32, device=self.device)
         self._boundary: bool | None = None
+        self.counts_from = 0  # the micro-step at which the accumulation steps of now were set
         self._accumulating_only = False
-        self._own_batches: Iterator[Any] | None = None
         self._destroyed = self._failed = False
         self._has_backward = False  # since the last micro-step
         self._applied = False
@@ -242,7 +242,9 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._numbers = StepNumbers(self._loss, norm, lr, self.loss_scaler.value, self.global_samples)
+        self._numbers = StepNumbers(
+            self._loss, norm, lr, self.loss_scaler.value, self.global_samples, self.train_batch_size()
+        )
 
     def _report(self) -> None:
         looks = self.reports.step(self.global_steps, self._numbers)
@@ -265,11 +267,25 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
         """Whether the running micro-step is the last of its step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.ds_config.gradient_accumulation_steps == 0
+        return (self.micro_steps - self.counts_from + 1) % self.ds_config.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From here on the caller says which micro-step is the last."""
         self._boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, take as many micro-batches as make this many samples over all processes.
+
+        Called by every rank, between steps. Raises MegazeroError inside a step, ConfigError where no whole number of
+        micro-batches makes it.
+        """
+        if any(block.gradient.present for block in self.sharded.trained):
+            raise MegazeroError(
+                "set_train_batch_size: micro-batches of a step have been accumulated; call it after engine.step() at "
+                "an accumulation boundary, or forget them with engine.zero_grad()"
+            )
+        self.ds_config = self.ds_config.with_train_batch_size(train_batch_size)
+        self.counts_from = self.micro_steps
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -289,7 +305,7 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
         """One optimizer step on the next micro-batches of ``data_iter``, or of the dataloader of ``training_data``,
         epoch after epoch; their mean loss, on the device. Batches and losses: see ``data.loss_of``."""
         losses = []
-        for batch in list(self._next_batches("train_batch", data_iter, self.ds_config.gradient_accumulation_steps)):
+        for batch in list(self.batches.read("train_batch", data_iter, self.ds_config.gradient_accumulation_steps)):
             losses.append(self.backward(loss_of(self, batch, self.device)))
             self.step()
         return torch.stack(losses).sum()
@@ -300,35 +316,10 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
         training = self.training
         self.eval()
         try:
-            batches = self._next_batches("eval_batch", data_iter, self.ds_config.gradient_accumulation_steps)
+            batches = self.batches.read("eval_batch", data_iter, self.ds_config.gradient_accumulation_steps)
             return torch.stack([loss_of(self, batch, self.device).detach() for batch in batches]).mean()
         finally:
             self.train(training)
-
-    def _next_batches(self, what: str, data_iter: Iterator[Any] | None, count: int) -> Iterator[Any]:
-        """Micro-batches of a step; to be read before anything is computed, as others may wait for what is missing."""
-        for number in range(count):
-            try:
-                batch = self._next_batch(data_iter)
-            except StopIteration:
-                raise MegazeroError(
-                    f"{what}: the iterator ended after {number} of {count} micro-batches; give one that goes on, "
-                    "or call it fewer times on every process"
-                ) from None
-            yield batch
-
-    def _next_batch(self, data_iter: Iterator[Any] | None) -> Any:
-        if data_iter is not None:
-            return next_of(data_iter)
-        if self.training_dataloader is None:
-            raise MegazeroError("train_batch: give an iterator over batches, or training_data to initialize")
-        if self._own_batches is None:
-            self._own_batches = iter(self.training_dataloader)
-        try:
-            return next(self._own_batches)
-        except StopIteration:
-            self._own_batches = iter(self.training_dataloader)
-            return next(self._own_batches)
 
     # Checkpoints
 
@@ -403,6 +394,11 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
     def num_stages(self) -> int:
         """Of a pipeline; what is not one has one."""
         return 1
+
+    @property
+    def training_dataloader(self) -> Iterable[Any] | None:
+        """What ``train_batch`` reads where it is given no iterator."""
+        return self.batches.loader
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradient over all ranks, before clipping; None before the first step. A step that

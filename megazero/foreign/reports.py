@@ -29,13 +29,15 @@ INTERVAL = 10
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Of one step; the first two are scalars on the device, and read at a report only."""
+    """Of one step; the first two are scalars on the device, and read at a report only. ``samples``: with this step's
+    ``batch_size``, those of all steps."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     lr: float
     loss_scale: float
     samples: int
+    batch_size: int
 
 
 class Reports:
@@ -97,7 +99,7 @@ class Reports:
     def _print(self, number: int) -> None:
         if self._ds.steps_per_print:
             first, last = self._steps[0], self._steps[-1]
-            samples = last.samples - first.samples + self._ds.train_batch_size
+            samples = last.samples - first.samples + first.batch_size
             rate = samples / max(time.perf_counter() - self._since, 1e-9)
             scale = f", loss scale {last.loss_scale:g}" if self._ds.precision.dtype == torch.float16 else ""
             self.say(

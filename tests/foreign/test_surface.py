@@ -405,6 +405,59 @@ def test_the_caller_may_say_which_micro_step_is_the_last(stage: int) -> None:
     assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_batch_size_is_changed_between_steps(stage: int) -> None:
+    """One, three, then two micro-batches a step, as a plain loop takes them; samples and boundaries follow."""
+    model, plain = net(), net()
+    engine = started(model, stage, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
+    update = torch.optim.SGD(plain.parameters(), lr=0.5)
+    micro_step = 0
+    for count in (1, 3, 2, 2):
+        engine.set_train_batch_size(4 * count)
+        assert engine.get_batch_info() == (4 * count, 4, count)
+        update.zero_grad()
+        for number in range(count):
+            assert engine.is_gradient_accumulation_boundary() == (number == count - 1)
+            (plain(inputs(micro_step)) / count).backward()
+            engine.backward(engine(inputs(micro_step)))
+            engine.step()
+            micro_step += 1
+        update.step()
+        with megazero.zero.GatheredParameters(list(model.parameters())):
+            for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(found, wanted)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (4, 8, 32)
+
+
+def test_a_batch_size_that_cannot_be_is_named() -> None:
+    engine = started(more={"gradient_accumulation_steps": 2})
+    for total, message in ((6, "6 is not a multiple of .* use 4 or 8"), (0, "is 0; use"), (8.0, "is 8.0; use")):
+        with pytest.raises(ConfigError, match=f"train_batch_size: {message}"):
+            engine.set_train_batch_size(total)
+    engine.backward(engine(inputs()))
+    engine.step()
+    with pytest.raises(MegazeroError, match="set_train_batch_size: micro-batches of a step have been accumulated"):
+        engine.set_train_batch_size(12)
+    engine.zero_grad()
+    engine.set_train_batch_size(12)
+    assert engine.gradient_accumulation_steps() == 3
+
+
+def test_after_a_load_steps_are_counted_by_the_batch_size_of_now(tmp_path: Path) -> None:
+    engine = started()
+    steps(engine, 1)
+    engine.set_train_batch_size(8)
+    engine.save_checkpoint(tmp_path)
+    engine.set_train_batch_size(12)
+    engine.load_checkpoint(tmp_path)
+    ends = []
+    for _ in range(6):
+        ends.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(engine(inputs()))
+        engine.step()
+    assert ends == [False, False, True] * 2
+
+
 def test_no_sync_is_for_whole_gradients() -> None:
     with pytest.raises(MegazeroError, match="stage 2 cuts gradients"), started(stage=2).no_sync():
         pass

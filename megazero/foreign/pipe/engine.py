@@ -9,6 +9,7 @@ import torch
 
 from megazero.errors import MegazeroError
 from megazero.foreign.checks import check_parameters
+from megazero.foreign.data import Batches
 from megazero.foreign.engine import ZeroEngine
 from megazero.foreign.pipe.grid import PipelineGrid
 from megazero.foreign.pipe.module import PipelineModule
@@ -72,7 +73,7 @@ class PipelineEngine(ZeroEngine):
         """What ``train_batch`` reads where it is given no iterator, epoch after epoch."""
         if not isinstance(loader, Iterable):
             raise MegazeroError(f"set_dataloader: takes what gives batches, not a {type(loader).__name__}")
-        self.training_dataloader, self._own_batches = loader, None
+        self.batches = Batches(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """The same of an iterator, from where it is."""
@@ -155,7 +156,7 @@ class PipelineEngine(ZeroEngine):
         if not (first or last):
             return [(None, None)] * count
         found: list[MicroBatch] = []
-        for batch in self._next_batches(what, data_iter, count):
+        for batch in self.batches.read(what, data_iter, count):
             batch = batch if self._batch_fn is None else self._batch_fn(batch)
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 kind = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
