@@ -73,7 +73,9 @@ def main() -> None:
     peaks.append(peak_since(device))
     with megazero.zero.GatheredParameters(list(engine.module.parameters())):
         weights = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
-    whole = llama(**SIZES).to(device, torch.bfloat16)
+    whole = llama(**SIZES).to(device)
+    for parameter in whole.parameters():  # and no buffer: rotary frequencies stay float32 under the engine
+        parameter.data = parameter.data.bfloat16()
     whole.load_state_dict(weights)
     with torch.no_grad():
         wanted = whole.eval().generate(prompt, max_new_tokens=24, do_sample=False)

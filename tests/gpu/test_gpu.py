@@ -457,10 +457,14 @@ def austen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_fast_paths_stay_in_the_band_of_bf16(austen: Path, tmp_path: Path, model: str) -> None:
-    """300 steps on real text. Compiled, fused, with gradients made in place, recomputed, accumulated or by a graph,
-    losses leave those of plain operations by at most twice what another micro-batch size makes of these."""
+@pytest.mark.parametrize(("model", "lr"), [("gpt", 1e-3), ("llama", 3e-4)], ids=["gpt", "llama"])
+def test_fast_paths_stay_in_the_band_of_bf16(austen: Path, tmp_path: Path, model: str, lr: float) -> None:
+    """300 steps on real text, from three seeds. Compiled, fused, with gradients made in place, recomputed, accumulated
+    or by a graph, losses leave those of plain operations by at most twice what other micro-batch sizes make of these.
+
+    One seed says little: whichever way its run goes early, later steps amplify. At a learning rate of 1e-3 the llama
+    does so tenfold, and a micro-batch of 4 in place of 16 moves the mean of one run by 5e-3.
+    """
     llama = {
         "model.norm": "rmsnorm",
         "model.position": "rotary",
@@ -473,7 +477,7 @@ def test_fast_paths_stay_in_the_band_of_bf16(austen: Path, tmp_path: Path, model
         "model.max_position_embeddings": 256,
         "data.train": austen,
         "data.seq_length": 256,
-        "optimizer.lr": 1e-3,
+        "optimizer.lr": lr,
         "optimizer.warmup_steps": 20,
         "train.steps": 300,
         "train.global_batch_size": 16,
@@ -485,21 +489,24 @@ def test_fast_paths_stay_in_the_band_of_bf16(austen: Path, tmp_path: Path, model
     fast = {"train.compile": True}
     runs = {
         "plain": {},
-        "other micro-batch": {"train.micro_batch_size": 4},
+        "micro-batch 4": {"train.micro_batch_size": 4},
+        "micro-batch 8": {"train.micro_batch_size": 8},
         "compiled": fast,
         "accumulated": {**fast, "train.micro_batch_size": 4},
         "recomputed": {**fast, "train.recompute": "selective"},
         "graph": {**fast, "train.cuda_graph": True},
     }
-    losses = {}
+    losses: dict[str, torch.Tensor] = {}  # of each: (seeds, steps)
     for name, changes in runs.items():
-        log = tmp_path / f"{name}.jsonl"
-        run_script(tiny(austen.parent, {**common, **changes, "log.jsonl": log}))
-        losses[name] = torch.tensor([loss for (loss,) in series(log, "loss").values()])
-    assert float(losses["plain"][-20:].mean()) < 2.8
-    band = (losses["other micro-batch"] - losses["plain"]).abs()
-    for name in runs.keys() - {"plain", "other micro-batch"}:
-        away = losses[name] - losses["plain"]
-        found = float(away.abs().median()), float(away.abs().max()), float(away.mean())
-        assert found[0] <= 2 * float(band.median()) and found[1] <= 2 * float(band.max()), (name, found, band)
+        logs = [tmp_path / f"{name} {seed}.jsonl" for seed in (1, 2, 3)]
+        for seed, log in enumerate(logs, 1):
+            run_script(tiny(austen.parent, {**common, **changes, "train.seed": seed, "log.jsonl": log}))
+        losses[name] = torch.tensor([[loss for (loss,) in series(log, "loss").values()] for log in logs])
+    assert float(losses["plain"][:, -20:].mean()) < 2.8
+    away = {name: (found - losses["plain"]).flatten() for name, found in losses.items()}
+    others = torch.stack([away[name].abs() for name in ("micro-batch 4", "micro-batch 8")])
+    median, most = float(others.median(dim=1).values.max()), float(others.max())
+    for name in ("compiled", "accumulated", "recomputed", "graph"):
+        found = float(away[name].abs().median()), float(away[name].abs().max()), float(away[name].mean())
+        assert found[0] <= 2 * median and found[1] <= 2 * most, (name, found, median, most)
         assert abs(found[2]) <= 1e-3, (name, found)
