@@ -17,7 +17,8 @@ from megazero.build import DTYPES, attention_backends, build_stage, precision_on
 from megazero.config import Config
 from megazero.course import Course
 from megazero.divergence import find_divergence, roll_back
-from megazero.errors import ConfigError, DivergenceError, LaunchError
+from megazero.errors import ConfigError, DivergenceError
+from megazero.launch.devices import gpu_of
 from megazero.launch.environment import ProcessEnvironment, process_environment
 from megazero.launch.rendezvous import own_store
 from megazero.optim.schedule import learning_rate
@@ -428,13 +429,7 @@ def device_of(environment: ProcessEnvironment) -> torch.device:
     """This process's GPU, which becomes torch's current one, or the CPU. Raises LaunchError where there are too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if environment.local_rank >= count:
-        raise LaunchError(
-            f"{environment.local_rank + 1} processes or more on a machine of {count} GPUs: start at most {count} per "
-            f"machine, or set CUDA_VISIBLE_DEVICES= to nothing to use the CPU"
-        )
-    device = torch.device("cuda", environment.local_rank)
+    device = torch.device("cuda", gpu_of(environment.local_rank, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 

@@ -1,7 +1,8 @@
-"""Which processes DeepSpeed's launcher flags ask for, on this machine."""
+"""Which GPU a process has, and which processes DeepSpeed's launcher flags ask for, on this machine."""
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -9,6 +10,22 @@ from pathlib import Path
 
 from megazero.errors import LaunchError
 from megazero.launch.hosts import Host, read_hostfile
+
+
+def gpu_of(local_rank: int, gpus: int) -> int:
+    """The GPU, of ``gpus``, of a machine's process. Processes share one only where NCCL is told to let them, by its own
+    NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and newer). Raises LaunchError where there are too few."""
+    if local_rank >= gpus and not shares_gpus():
+        raise LaunchError(
+            f"{local_rank + 1} processes or more on a machine of {gpus} GPUs: start at most {gpus} per machine, set "
+            f"CUDA_VISIBLE_DEVICES= to nothing to use the CPU, or, to try a layout, NCCL_MULTI_RANK_GPU_ENABLE=1 to "
+            f"share them (NCCL 2.30 or newer)"
+        )
+    return local_rank % gpus
+
+
+def shares_gpus() -> bool:
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
 
 
 def chosen_devices(arguments: Namespace, gpus: int) -> tuple[int | None, list[int] | None]:

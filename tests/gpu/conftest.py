@@ -1,4 +1,4 @@
-"""Tests marked ``gpu(count)`` run where there are that many CUDA devices."""
+"""Tests marked ``gpu(count)`` run where there are that many CUDA devices, or one that NCCL is told to share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.launch.devices import shares_gpus
 from tests.engine import tiny
 
 
@@ -14,7 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count()
     for item in items:
         marker = item.get_closest_marker("gpu")
-        if marker is not None and devices < marker.args[0]:
+        shares = devices and shares_gpus() and not item.get_closest_marker("own_gpus")
+        if marker is not None and devices < marker.args[0] and not shares:
             item.add_marker(pytest.mark.skip(f"needs {marker.args[0]} CUDA devices, there are {devices}"))
 
 

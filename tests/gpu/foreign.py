@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
+from megazero.launch.devices import gpu_of
 from tests.foreign.models import Odd, config, plain, trained
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
@@ -25,7 +26,7 @@ def adamw(parameters: list) -> torch.optim.Optimizer:
 
 def main() -> None:
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu_of(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
     dist.init_process_group()
     losses, norms, weights = trained(Odd, config(int(sys.argv[1]), 2, 0.5, optimizer=ADAMW), 3)
     wanted_losses, wanted_norms, wanted = plain(Odd, adamw, 3, 2, dist.get_world_size(), clip=0.5)

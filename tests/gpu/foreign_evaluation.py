@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import megazero
+from megazero.launch.devices import gpu_of
 from tests.foreign.hf_models import llama
 
 BATCHES = 50
@@ -46,7 +47,7 @@ def peak_since(device: torch.device) -> int:
 
 
 def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", gpu_of(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
     torch.cuda.set_device(device)
     dist.init_process_group()
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ def test_trainer_is_as_plain_trainer_on_one_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.own_gpus
 def test_trainer_is_as_plain_trainer_over_nccl(tmp_path: Path) -> None:
     as_plain_trainer(tmp_path, 2)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher flags: which processes they ask for, and what contradicts itself or is not there."""
+"""Processes' GPUs, and DeepSpeed's launcher flags: what they ask for, what contradicts itself or is not there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megazero.errors import LaunchError
-from megazero.launch.devices import chosen_devices
+from megazero.launch.devices import chosen_devices, gpu_of
 
 
 def flags(**given: Any) -> Namespace:
@@ -71,3 +71,15 @@ def test_hostfiles(tmp_path: Path) -> None:
     ):
         with pytest.raises(LaunchError, match=message):
             chosen(text)
+
+
+def test_processes_share_gpus_only_where_nccl_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert [gpu_of(rank, 2) for rank in (0, 1)] == [0, 1]
+    for value in (None, "0"):
+        if value is not None:
+            monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", value)
+        with pytest.raises(LaunchError, match="3 processes or more on a machine of 2 GPUs: start at most 2"):
+            gpu_of(2, 2)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [gpu_of(rank, 2) for rank in range(5)] == [0, 1, 0, 1, 0]
