@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +51,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     }
     if kind not in loaders or not argument:
         raise DataError(f"tokenizer {spec!r} is none of {KINDS}")
-    path = Path(argument).expanduser()
+    path = Path(os.path.expanduser(argument))  # of an unknown user it stays: a file that is not there
     if not path.exists():
         raise DataError(f"tokenizer {spec!r}: {path} does not exist")
     return loaders[kind](path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megazero.config import Config
+
+_MOUNTS = Path("/proc/self/mounts")
 
 
 def unreachable(config: Config) -> Iterator[tuple[str, str]]:
@@ -29,7 +32,10 @@ def unreachable(config: Config) -> Iterator[tuple[str, str]]:
         "zero.offload_optimizer.nvme_path": zero.offload_optimizer.nvme_path or "",
         "zero.offload_param.nvme_path": zero.offload_param.nvme_path or "",
     }
-    paths += [(field, os.path.expanduser(path)) for field, path in with_home.items()]
+    for field, path in with_home.items():
+        paths.append((field, os.path.expanduser(path)))
+        if paths[-1][1].startswith("~"):
+            yield field, f"{path}: there is no user {Path(path).parts[0][1:]!r}; give the whole path"
     for field, path in paths:
         if path and (problem := _why_unreachable(Path(path))):
             yield field, f"{path} cannot be reached: {problem}"
@@ -54,8 +60,9 @@ def file_system(path: Path) -> tuple[str, str]:
     """(type, where it is mounted) of what a path is on, as Linux has it."""
     found = ("unknown", "/")
     with suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
+        for line in _MOUNTS.read_text().splitlines():
             _, mount, kind, *_ = line.split(" ")
+            mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount)  # a space is \040 there
             if path.is_relative_to(mount) and len(mount) >= len(found[1]):
                 found = (kind, mount)
     return found

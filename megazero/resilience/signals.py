@@ -44,6 +44,10 @@ class StopRequest:
         return self.reason is not None
 
 
+_KEPT = 64
+"""Flags of steps that nobody has asked about, in a loop that does not: the oldest of them has long arrived."""
+
+
 class LateFlags:
     """Numbers that the device sums over all ranks once a step. The host looks at that of the step before the last: its
     value has long arrived, so the device keeps a step to work on."""
@@ -51,9 +55,12 @@ class LateFlags:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._flags: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._raised = False  # by one that was not looked at in time
 
     def note(self, flag: torch.Tensor) -> None:
         """A step's sum, a scalar."""
+        if len(self._flags) == _KEPT:
+            self._raised |= self._oldest()
         if not self._cuda:
             self._flags.append((flag, None))
             return
@@ -65,8 +72,12 @@ class LateFlags:
 
     def up(self) -> bool:
         """Whether the sum of the step before the last, not looked at yet, is above 0: the same on every rank."""
-        if len(self._flags) < 2:
-            return False
+        if self._raised or len(self._flags) < 2:
+            raised, self._raised = self._raised, False
+            return raised
+        return self._oldest()
+
+    def _oldest(self) -> bool:
         flag, event = self._flags.popleft()
         if event is not None:
             event.synchronize()

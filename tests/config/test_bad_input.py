@@ -292,3 +292,10 @@ def test_a_directory_that_may_not_be_entered_is_named_for_every_path(monkeypatch
 def test_a_path_that_cannot_be():
     found = problems(["--data.train", "a", "--checkpoint.dir", "a" * 300])
     assert found["checkpoint.dir"].endswith("a cannot be reached: File name too long; choose another place")
+
+
+def test_a_home_of_nobody():
+    nvme = ["--zero.offload_optimizer.device", "nvme", "--zero.offload_optimizer.nvme_path", "~no-such-user/swap"]
+    found = problems(["--data.train", "a", "--data.tokenizer", "hf:~no-such-user/tokenizer.json", *nvme])
+    assert found["data.tokenizer"].startswith("~no-such-user/tokenizer.json: there is no user 'no-such-user'; give")
+    assert found["zero.offload_optimizer.nvme_path"].startswith("~no-such-user/swap: there is no user 'no-such-user'")

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megazero import places
 from megazero.config import Config
 from megazero.errors import LaunchError
 from megazero.models.parameters import parameter_count
@@ -117,8 +118,12 @@ def test_room_for_what_is_still_to_be_written(tmp_path: Path, monkeypatch: pytes
     assert told(size, 2) == ("", "") and told(size - 1, 2)[0]
 
 
-def test_the_file_system_of_a_path() -> None:
+def test_the_file_system_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert file_system(Path("/proc/self")) == ("proc", "/proc")
+    mounts = tmp_path / "mounts"
+    mounts.write_text(r"/dev/a / ext4 rw 0 0" + "\n" + r"/dev/b /my\040disk\134 xfs rw 0 0" + "\n")
+    monkeypatch.setattr(places, "_MOUNTS", mounts)
+    assert file_system(Path("/my disk\\/run")) == ("xfs", "/my disk\\")
     assert paths.nearest("/proc/none/at/all") == Path("/proc")
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megazero.checkpoint.locate import newest_or_none
-from megazero.resilience.signals import StopRequest
+from megazero.resilience.signals import LateFlags, StopRequest
 from tests.engine.tiny import flags, rank_files, run_script, tiny, write_corpus
 from tests.forked_scripts import run_forked
 
@@ -60,6 +61,16 @@ def test_a_killed_rank_and_a_damaged_checkpoint_cost_a_restart_and_no_more(
     assert (here / "run" / "step_00000006.damaged").is_dir()
     texts = [json.loads(line)["text"] for line in (here / "events.jsonl").read_text().splitlines()]
     assert any("passing over a damaged checkpoint" in text and "rank_00001.safetensors" in text for text in texts)
+
+
+def test_flags_that_nobody_asks_about_are_few_and_none_is_lost() -> None:
+    late = LateFlags(torch.device("cpu"))
+    for step in range(1000):
+        late.note(torch.tensor(float(step == 7)))
+    assert len(late._flags) < 100
+    assert late.up() and not late.up()
+    late.note(torch.tensor(1.0))
+    assert not late.up()
 
 
 def test_slurms_warning_saves_and_stops() -> None:

@@ -42,7 +42,7 @@ class StateFile:
         another one, which may be on the same disk and is yet to be filled. Raises OffloadError where they cannot be
         had."""
         self._field, self._needed = field, needed
-        root = Path(directory).expanduser()
+        root = Path(os.path.expanduser(directory))
         try:
             root.mkdir(parents=True, exist_ok=True)
             with _locked(root):
