@@ -263,6 +263,8 @@ def test_the_kernel_of_the_loss_is_the_plain_loss(dtype: torch.dtype, columns: i
         assert float((gradient[:, :valid] - logits.grad).norm()) <= rounding * float(logits.grad.norm())
         assert not gradient[:, valid:].any()
         assert torch.equal(function(x, weight, targets, weights, 0, valid, None, False)[0], loss)
+        apart, weights_apart = (torch.stack((t, t.flip(0)), dim=1)[:, 0] for t in (targets, weights))
+        assert torch.equal(function(x, weight, apart, weights_apart, 0, valid, None, False)[0], loss)
     x[3] = float("inf")
     loss, gradient = loss_kernel.chunk_loss(x, weight, targets, weights, 0, valid, None, True)
     assert loss[3].isnan() and gradient[3].isnan().any() and not loss[:3].isnan().any() and not loss[4:].isnan().any()
@@ -347,6 +349,11 @@ def test_fused_pieces_take_tensors_of_any_strides() -> None:
         wanted = gradients(x.t().contiguous(), None if there is None else there.contiguous())
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
+    wanted = gradients(x.t(), None)
+    for parameter in norm.parameters():
+        parameter.data = torch.stack((parameter, x[:, 0]), dim=1)[:, 0]
+    for ours, theirs in zip(gradients(x.t(), None), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
     parts = [x, x.t()[:, :3], branch[:, 5:17], x[:, :1].expand(40, 9)]
     parts = [part[:30] for part in parts]
     whole, sums = fused.join(parts)

@@ -70,7 +70,7 @@ def _gelu_backward(
 @triton_op("megazero::bias_gelu", mutates_args={})
 def _bias_gelu(product: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     rows, columns = product.shape
-    product = product.contiguous()
+    product, bias = product.contiguous(), bias.contiguous()
     out = torch.empty_like(product)
     programs = triton.cdiv(columns, FORWARD_COLUMNS), triton.cdiv(rows, FORWARD_ROWS)
     wrap_triton(_gelu_forward)[programs](
@@ -118,7 +118,9 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad):
     product, bias = ctx.saved_tensors
-    grad_product, sums = torch.ops.megazero.bias_gelu_backward(grad.contiguous(), product.contiguous(), bias)
+    grad_product, sums = torch.ops.megazero.bias_gelu_backward(
+        grad.contiguous(), product.contiguous(), bias.contiguous()
+    )
     return grad_product, sums.sum(0).to(bias.dtype)
 
 
