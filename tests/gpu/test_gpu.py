@@ -361,6 +361,23 @@ def test_fused_pieces_take_tensors_of_any_strides() -> None:
     torch.testing.assert_close(sums, whole.sum(0))
 
 
+def test_gelu_of_more_tokens_than_a_grid_is_high() -> None:
+    from megazero.models import fused
+
+    rows = 8 * 65536 + 3
+    product = torch.randn(rows, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).requires_grad_()
+    bias = torch.tensor([0.5, -1.0], device="cuda", requires_grad=True)
+    found, wanted = (
+        (y.detach(), *torch.autograd.grad(y, (product, bias), y.detach().cos()))
+        for y in (
+            fused.bias_gelu(product, bias),
+            torch.nn.functional.gelu(product.double() + bias.double(), approximate="tanh").float(),
+        )
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw_in_one_pass_is_adamw(dtype: torch.dtype) -> None:
     """Against torch's own in float64, decayed and not; a skipped step leaves every bit."""
