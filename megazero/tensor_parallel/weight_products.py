@@ -169,8 +169,10 @@ def _own_forward(module: nn.Module) -> MethodType:
 class _WithProbes:
     """The forward of a layer whose products are caught; a copy of the layer, in no engine, has its class's own."""
 
-    def __init__(self, layer: nn.Module, caught: Callable[[list[Product]], Any]) -> None:
-        self._layer, self._forward, self._caught = layer, layer.forward, caught
+    def __init__(
+        self, layer: nn.Module, caught: Callable[[list[Product]], Any], catches: Callable[[], bool] | None
+    ) -> None:
+        self._layer, self._forward, self._caught, self._catches = layer, layer.forward, caught, catches
         self._linears = probed_linears(layer)
 
     def __reduce__(self) -> tuple:
@@ -178,6 +180,8 @@ class _WithProbes:
 
     def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
+            return self._forward(x, *args)
+        if self._catches is not None and not self._catches():
             return self._forward(x, *args)
         tp = self._linears[0].tp
         tokens = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
@@ -192,8 +196,12 @@ class _WithProbes:
                 product.inside, linear.inside, linear.probe = linear.inside, None, None
 
 
-def catch_products(layer: nn.Module, caught: Callable[[list[Product]], Any]) -> None:
+def catch_products(
+    layer: nn.Module, caught: Callable[[list[Product]], Any], catches: Callable[[], bool] | None = None
+) -> None:
     """From here on ``caught`` is called in each backward of the layer, a module of hidden states (T or T/tp, H), with
     what the gradients of its linears' weights are made of; autograd makes none of these. Goes around compiled layers.
+
+    ``catches``: asked in each forward, whose backward is autograd's alone if the answer is no.
     """
-    layer.forward = _WithProbes(layer, caught)
+    layer.forward = _WithProbes(layer, caught, catches)
