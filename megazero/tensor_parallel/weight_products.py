@@ -155,11 +155,13 @@ def probed_linears(module: nn.Module) -> list[ProbedLinear]:
     return [linear for linear in module.modules() if isinstance(linear, ProbedLinear)]
 
 
-def _is_watched(linear: ProbedLinear) -> bool:
-    """Whether somebody is to see, or to change, the gradient that autograd makes: by hooks, or because the weight is
-    computed from another parameter (torch.nn.utils.parametrize)."""
+def _is_autograds(linear: ProbedLinear) -> bool:
+    """Whether the weight has no gradient (it is frozen), or somebody is to see, or to change, the one that autograd
+    makes: by hooks, or because the weight is computed from another parameter (torch.nn.utils.parametrize)."""
     weight = linear._parameters.get("weight")
-    return weight is None or bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+    if weight is None or not weight.requires_grad:
+        return True
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _own_forward(module: nn.Module) -> MethodType:
@@ -185,7 +187,7 @@ class _WithProbes:
             return self._forward(x, *args)
         tp = self._linears[0].tp
         tokens = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
-        products = [Product(linear) for linear in self._linears if not _is_watched(linear)]
+        products = [Product(linear) for linear in self._linears if not _is_autograds(linear)]
         for product, probe in zip(products, _Probes.apply(x, tokens, products, self._caught), strict=True):
             product.linear.probe = probe
         try:

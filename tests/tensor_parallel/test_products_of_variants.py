@@ -177,7 +177,11 @@ def hooked_behind(linear: nn.Module) -> None:
     linear.weight.register_post_accumulate_grad_hook(triple)
 
 
-@pytest.mark.parametrize("change", [parametrized, hooked, hooked_behind])
+def frozen(linear: nn.Module) -> None:
+    linear.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [parametrized, hooked, hooked_behind, frozen])
 @pytest.mark.parametrize("which", [["mlp.down"], MATRICES])
 def test_a_gradient_that_somebody_is_to_see_is_autograds(change: Callable, which: list[str]) -> None:
     plain, caught = layer_of(), layer_of()
