@@ -164,7 +164,8 @@ def _is_autograds(linear: ProbedLinear) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-def _own_forward(module: nn.Module) -> MethodType:
+def own_forward(module: nn.Module) -> MethodType:
+    """That of its class."""
     return MethodType(type(module).forward, module)
 
 
@@ -178,7 +179,7 @@ class _WithProbes:
         self._linears = probed_linears(layer)
 
     def __reduce__(self) -> tuple:
-        return _own_forward, (self._layer,)
+        return own_forward, (self._layer,)
 
     def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
