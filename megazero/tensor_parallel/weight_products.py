@@ -177,6 +177,9 @@ class _WithProbes:
     ) -> None:
         self._layer, self._forward, self._caught, self._catches = layer, layer.forward, caught, catches
         self._linears = probed_linears(layer)
+        for linear in self._linears:
+            # The compiler takes an attribute of the class for another one than the module's own of the same value.
+            linear.probe = linear.inside = None
 
     def __reduce__(self) -> tuple:
         return own_forward, (self._layer,)
