@@ -84,7 +84,9 @@ class _Linear(torch.autograd.Function):
         ctx.join, ctx.group, ctx.sequence_parallel, ctx.column = join, group, sequence_parallel, column
         ctx.has_bias, ctx.dtype = bias is not None, x.dtype
         if column or group is None:
-            return tuple(F.linear(inside, weight, bias).split(sizes, dim=-1))
+            y = F.linear(inside, weight, bias)
+            # A view, even of all of it, may not be changed in place by whoever gets it from a Function.
+            return tuple(y.split(sizes, dim=-1)) if len(sizes) > 1 else (y,)
         y = sum_over_ranks(partial_product(inside, weight.t()), group, sequence_parallel)
         return (rounded(y if bias is None else y + bias, x.dtype),)
 
