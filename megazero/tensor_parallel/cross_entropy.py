@@ -117,6 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gradients = ctx.saved_tensors
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # they are asked for again
+            return *(gradient * grad for gradient in gradients), *([None] * 8)
         # In place, and by vectorised kernels: a product with a tensor of no dims goes element by element.
         torch._foreach_mul_(gradients, grad.to(gradients[0].dtype))
         return *gradients, *([None] * 8)

@@ -84,6 +84,16 @@ def test_without_gradients_the_same_loss() -> None:
     assert trained.requires_grad and torch.equal(trained.detach(), loss)
 
 
+def test_gradients_of_a_graph_that_is_kept_are_there_again() -> None:
+    x, weight, targets, token_weights = inputs(37)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = one_rank_loss(*leaves, targets, token_weights)
+    for factor, keeps in ((0.5, True), (0.25, True), (3.0, False)):
+        found = torch.autograd.grad(factor * loss, leaves, retain_graph=keeps)
+        for ours, theirs in zip(found, truth(x, weight, targets, token_weights, factor)[1:], strict=True):
+            check(ours, theirs)
+
+
 def test_an_evaluation_makes_no_gradients() -> None:
     x, weight, targets, token_weights = inputs(37)
     asked = []
