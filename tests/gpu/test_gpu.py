@@ -349,6 +349,11 @@ def test_fused_pieces_take_tensors_of_any_strides() -> None:
         wanted = gradients(x.t().contiguous(), None if there is None else there.contiguous())
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
+    row = branch[:, :1].t()
+    found, wanted = gradients(x.t(), row), gradients(x.t(), row.expand(30, 40))
+    wanted[1] = wanted[1].sum(0, keepdim=True)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
     wanted = gradients(x.t(), None)
     for parameter in norm.parameters():
         parameter.data = torch.stack((parameter, x[:, 0]), dim=1)[:, 0]

@@ -208,5 +208,6 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: LayerNorm) -> t
     """(T, H), and what a branch adds to it if there is one → their sum, and that under ``norm``, in their dtype."""
     if branch is None:
         return _NormBeside.apply(x, norm.weight, norm.bias, norm.eps)
-    total, normed, _, _ = _add_norm(x, branch, norm.weight, norm.bias, norm.eps)
+    # What a sum would repeat for every row, the kernel would look for behind the one that is there.
+    total, normed, _, _ = _add_norm(x, branch.expand_as(x), norm.weight, norm.bias, norm.eps)
     return total, normed
