@@ -7,9 +7,10 @@ makes the matrices' gradients. Nothing before ZeRO takes memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +26,13 @@ from megazero.models.config import ModelConfig
 from megazero.models.context import ContextBuilder
 from megazero.models.gpt import GPT
 from megazero.models.mlp import gelu_tanh
-from megazero.models.norm import LayerNorm
+from megazero.models.norm import LayerNorm, add_norm
 from megazero.pipeline.partition import given_partition, layer_costs, partition_layers
 from megazero.sharding import Replication, ShardSpec
 from megazero.stage import DecoderStage
 from megazero.tensor_parallel.mappings import TensorParallel
 from megazero.tensor_parallel.parallelize import parallelize
+from megazero.tensor_parallel.weight_products import own_forward
 from megazero.topology import Topology
 from megazero.zero.blocks import decoder_units
 from megazero.zero.groups import data_parallel
@@ -106,7 +108,7 @@ def build_stage(
         # Outside of what is compiled: the copies are no part of its graph.
         kept = HostActivations(device)
         for layer in decoder.layers.values():
-            layer.forward = kept.around(layer.forward)
+            layer.forward = _Placed(kept.around(layer.forward), own_forward, layer)
     leave_meta(decoder, dtype, device)
     zero, chunks = config.zero, rank_layers(config, model, topology.coordinates["pp"])
     sharded = ShardedModel(
@@ -174,6 +176,24 @@ COMPILER_RECOMPUTES_FUNCTIONS = torch.__version__ >= "2.13"
 """Whether a compiled checkpoint lets go of what an autograd.Function in it saves."""
 
 
+class _Placed:
+    """What is called in place of what a module has. In a copy of the module, which is in no engine, that is back: it is
+    what ``plain(*of)`` gives. A copied function would be the same one, on the original's parameters."""
+
+    def __init__(self, call: Callable, plain: Callable, *of: Any) -> None:
+        self._call, self._plain, self._of = call, plain, of
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return self._plain, self._of
+
+
+def _itself(plain: Any) -> Any:
+    return plain
+
+
 def fuse_layers(decoder: GPT) -> None:
     """Put the pieces of models/fused into layers to be compiled for a GPU that have what they are for."""
     from megazero.models import fused  # triton comes with torch's CUDA builds only
@@ -181,11 +201,11 @@ def fuse_layers(decoder: GPT) -> None:
     for layer in decoder.layers.values():
         norm, mlp = layer.mlp_norm, layer.mlp
         if isinstance(norm, LayerNorm) and norm.weight.numel() <= fused.MOST_FEATURES:
-            layer.add_norm = fused.add_norm
+            layer.add_norm = _Placed(fused.add_norm, _itself, add_norm)
         if layer.attention.qkv.bias is not None:
             layer.attention.qkv.join = fused.join
         if mlp.activation is gelu_tanh and mlp.inner.bias is not None:
-            mlp.bias_activation = fused.bias_gelu
+            mlp.bias_activation = _Placed(fused.bias_gelu, _itself, None)
 
 
 def wrap_layers(decoder: GPT, recompute: str, compiles: bool, tp_size: int, keeps_rng: bool) -> None:
@@ -217,7 +237,12 @@ def apply_recompute(decoder: GPT, recompute: str, keeps_rng: bool) -> None:
 def apply_compile(decoder: GPT) -> None:
     """torch.compile each layer, the final norm and the loss. Hooks stay outside: they run in eager Python."""
     for layer in decoder.layers.values():
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+        _compile_forward(layer)
     if decoder.head is not None:
-        decoder.final_norm.forward = torch.compile(decoder.final_norm.forward, fullgraph=True, dynamic=False)
-        decoder.head.chunk_loss = torch.compile(decoder.head.chunk_loss, fullgraph=True, dynamic=False)
+        _compile_forward(decoder.final_norm)
+        plain = decoder.head.chunk_loss
+        decoder.head.chunk_loss = _Placed(torch.compile(plain, fullgraph=True, dynamic=False), _itself, plain)
+
+
+def _compile_forward(module: nn.Module) -> None:
+    module.forward = _Placed(torch.compile(module.forward, fullgraph=True, dynamic=False), own_forward, module)

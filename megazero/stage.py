@@ -48,7 +48,8 @@ class DecoderStage:
         ]
         self._put_off: deque[dict[ProbedLinear, Product]] | None = deque() if splits_backward else None
         for layer in model.layers.values() if catches else ():
-            catch_products(layer, self._caught)
+            # In a forward of somebody's own, between steps, gradients are made as whoever asks autograd for them says.
+            catch_products(layer, self._caught, lambda: sharded.in_forward)
         self._abandoned = False
         self.loss_weight: float | torch.Tensor = 1.0
 
@@ -113,8 +114,9 @@ class DecoderStage:
 
     def _caught(self, products: Sequence[Product]) -> None:
         """A layer's backward has made what its matrices' gradients are products of."""
+        assert self.sharded.in_backward
         for product in products:
-            if self._put_off is None or not self.sharded.in_backward:
+            if self._put_off is None:
                 self._make_gradient(product)
             else:
                 self._put_off[-1][product.linear] = product
@@ -122,11 +124,7 @@ class DecoderStage:
     def _make_gradient(self, product: Product) -> None:
         """And let go of what it is made of."""
         if product.grad is not None and product.inside is not None:
-            weight, left, right = product.linear.weight, product.grad.t(), product.inside
-            if self.sharded.in_backward:
-                self.sharded.add_product(weight, left, right)
-            else:  # somebody's own, through the model between steps: no step's gradients
-                weight.grad = left @ right if weight.grad is None else weight.grad + left @ right
+            self.sharded.add_product(product.linear.weight, product.grad.t(), product.inside)
         product.grad = product.inside = None
 
     def gather(self) -> None:

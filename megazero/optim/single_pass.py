@@ -26,8 +26,8 @@ def _adamw(
     numel,
     decayed,
     lr,
-    beta1,
-    beta2,
+    share,
+    share_sq,
     eps,
     weight_decay,
     has_value: tl.constexpr,
@@ -40,9 +40,9 @@ def _adamw(
         inside = at < numel
         grad = tl.load(grad_ptr + at, inside).to(tl.float32) * factor
         exp_avg = tl.load(exp_avg_ptr + at, inside)
-        exp_avg += (1 - beta1) * (grad - exp_avg)
+        exp_avg += share * (grad - exp_avg)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + at, inside)
-        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+        exp_avg_sq += share_sq * (grad * grad - exp_avg_sq)
         master = tl.load(master_ptr + at, inside)
         master -= tl.where(at < decayed, lr * weight_decay, 0.0) * master
         master -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) / root_bias2 + eps)
@@ -90,7 +90,7 @@ def adamw(
             master.numel(),
             decayed,
             lr,
-            *betas,
+            *(1 - beta for beta in betas),  # here: of a beta near 1 float32 has too little to take it from 1
             eps,
             weight_decay,
             has_value=value is not None,

@@ -83,12 +83,11 @@ def chunk_size(tokens: int, rows: int, limit: int) -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit):
+    def forward(ctx, x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit, with_grad):
         group = tp.group
         full_TH = x_TH if group is None else gather_tokens(x_TH, group, tp.sequence_parallel)
         tokens, rows = full_TH.shape[0], weight_VH.shape[0]
         chunk = chunk_size(tokens, rows, limit)
-        with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         several = chunk < tokens
         loss = torch.zeros((), dtype=torch.float32, device=x_TH.device)
         # Sums over chunks, and over ranks, are kept in float32 and rounded once.
@@ -118,9 +117,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gradients = ctx.saved_tensors
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # they are asked for again
+            return *(gradient * grad for gradient in gradients), *([None] * 8)
         # In place, and by vectorised kernels: a product with a tensor of no dims goes element by element.
         torch._foreach_mul_(gradients, grad.to(gradients[0].dtype))
-        return *gradients, *([None] * 7)
+        return *gradients, *([None] * 8)
 
 
 def linear_cross_entropy(
@@ -149,4 +150,8 @@ def linear_cross_entropy(
 
         chunk_fn = loss_kernel.chunk_loss
     limit = chunk_limit(in_place) if limit is None else limit
-    return _LinearCrossEntropy.apply(x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit)
+    # Asked here: what a Function is told it needs are gradients of a parameter under no_grad as well.
+    with_grad = torch.is_grad_enabled() and (x_TH.requires_grad or weight_VH.requires_grad)
+    return _LinearCrossEntropy.apply(
+        x_TH, weight_VH, targets_T, weights_T, start, valid, tp, chunk_fn, limit, with_grad
+    )

@@ -72,8 +72,8 @@ def chunk_loss(
     loss_C = torch.empty(rows, dtype=torch.float32, device=x_CH.device)
     _cross_entropy[(rows,)](
         logits_CV,
-        targets_C,
-        weights_C,
+        targets_C.contiguous(),
+        weights_C.contiguous(),
         loss_C,
         columns,
         valid,

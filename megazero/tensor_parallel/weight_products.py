@@ -84,7 +84,9 @@ class _Linear(torch.autograd.Function):
         ctx.join, ctx.group, ctx.sequence_parallel, ctx.column = join, group, sequence_parallel, column
         ctx.has_bias, ctx.dtype = bias is not None, x.dtype
         if column or group is None:
-            return tuple(F.linear(inside, weight, bias).split(sizes, dim=-1))
+            y = F.linear(inside, weight, bias)
+            # A view, even of all of it, may not be changed in place by whoever gets it from a Function.
+            return tuple(y.split(sizes, dim=-1)) if len(sizes) > 1 else (y,)
         y = sum_over_ranks(partial_product(inside, weight.t()), group, sequence_parallel)
         return (rounded(y if bias is None else y + bias, x.dtype),)
 
@@ -155,33 +157,43 @@ def probed_linears(module: nn.Module) -> list[ProbedLinear]:
     return [linear for linear in module.modules() if isinstance(linear, ProbedLinear)]
 
 
-def _is_watched(linear: ProbedLinear) -> bool:
-    """Whether somebody is to see, or to change, the gradient that autograd makes: by hooks, or because the weight is
-    computed from another parameter (torch.nn.utils.parametrize)."""
+def _is_autograds(linear: ProbedLinear) -> bool:
+    """Whether the weight has no gradient (it is frozen), or somebody is to see, or to change, the one that autograd
+    makes: by hooks, or because the weight is computed from another parameter (torch.nn.utils.parametrize)."""
     weight = linear._parameters.get("weight")
-    return weight is None or bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+    if weight is None or not weight.requires_grad:
+        return True
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-def _own_forward(module: nn.Module) -> MethodType:
+def own_forward(module: nn.Module) -> MethodType:
+    """That of its class."""
     return MethodType(type(module).forward, module)
 
 
 class _WithProbes:
     """The forward of a layer whose products are caught; a copy of the layer, in no engine, has its class's own."""
 
-    def __init__(self, layer: nn.Module, caught: Callable[[list[Product]], Any]) -> None:
-        self._layer, self._forward, self._caught = layer, layer.forward, caught
+    def __init__(
+        self, layer: nn.Module, caught: Callable[[list[Product]], Any], catches: Callable[[], bool] | None
+    ) -> None:
+        self._layer, self._forward, self._caught, self._catches = layer, layer.forward, caught, catches
         self._linears = probed_linears(layer)
+        for linear in self._linears:
+            # The compiler takes an attribute of the class for another one than the module's own of the same value.
+            linear.probe = linear.inside = None
 
     def __reduce__(self) -> tuple:
-        return _own_forward, (self._layer,)
+        return own_forward, (self._layer,)
 
     def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return self._forward(x, *args)
+        if self._catches is not None and not self._catches():
+            return self._forward(x, *args)
         tp = self._linears[0].tp
         tokens = x.shape[0] * (tp.size if tp.sequence_parallel else 1)
-        products = [Product(linear) for linear in self._linears if not _is_watched(linear)]
+        products = [Product(linear) for linear in self._linears if not _is_autograds(linear)]
         for product, probe in zip(products, _Probes.apply(x, tokens, products, self._caught), strict=True):
             product.linear.probe = probe
         try:
@@ -192,8 +204,12 @@ class _WithProbes:
                 product.inside, linear.inside, linear.probe = linear.inside, None, None
 
 
-def catch_products(layer: nn.Module, caught: Callable[[list[Product]], Any]) -> None:
+def catch_products(
+    layer: nn.Module, caught: Callable[[list[Product]], Any], catches: Callable[[], bool] | None = None
+) -> None:
     """From here on ``caught`` is called in each backward of the layer, a module of hidden states (T or T/tp, H), with
     what the gradients of its linears' weights are made of; autograd makes none of these. Goes around compiled layers.
+
+    ``catches``: asked in each forward, whose backward is autograd's alone if the answer is no.
     """
-    layer.forward = _WithProbes(layer, caught)
+    layer.forward = _WithProbes(layer, caught, catches)

@@ -253,6 +253,11 @@ class ShardedModel(Loans):
             self.release(index)
 
     @property
+    def in_forward(self) -> bool:
+        """Whether the model's own forward is running, between ``begin_forward`` (or ``begin_pass``) and its end."""
+        return self._in_forward
+
+    @property
     def in_training_forward(self) -> bool:
         return not self.in_backward and not self._evaluating
 

@@ -49,6 +49,31 @@ def test_a_backward_between_steps_is_no_steps(schedule: str) -> None:
     assert_close(found, plain_loop(tree, source, weights))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_gradients_asked_for_between_steps_are_given_and_left_nowhere(schedule: str) -> None:
+    """As often as somebody asks for them."""
+    tree = settings(SIZES, parallel={"schedule": schedule})
+    architecture = Config.from_dict(tree).model.architecture
+    weights = random_weights(architecture)
+    context = build_context(architecture, 12, 2)
+    tokens = TokenSource(SIZES["vocab_size"], 12).fields["tokens"][:2, :-1].flatten()
+    plain = GPT(architecture)
+    plain.load_state_dict(fused(weights))
+    wanted = torch.autograd.grad(plain(tokens, context).square().sum(), list(plain.layers.parameters()))
+    with make_engine(tree, weights) as engine:
+        model = engine.stage.model
+        make_whole(engine.stage.sharded)
+        loss = model(tokens, context).square().sum()
+        for _ in range(2):
+            found = torch.autograd.grad(loss, list(model.layers.parameters()), retain_graph=True)
+            for ours, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        for times in (1, 2):
+            loss.backward(retain_graph=True)
+            check_gradients(model, weights, architecture, tokens, context, times)
+
+
 def check_gradients(
     model: GPT, weights: dict, architecture: ModelConfig, tokens: torch.Tensor, context: Context, times: int
 ) -> None:

@@ -84,6 +84,32 @@ def test_without_gradients_the_same_loss() -> None:
     assert trained.requires_grad and torch.equal(trained.detach(), loss)
 
 
+def test_gradients_of_a_graph_that_is_kept_are_there_again() -> None:
+    x, weight, targets, token_weights = inputs(37)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = one_rank_loss(*leaves, targets, token_weights)
+    for factor, keeps in ((0.5, True), (0.25, True), (3.0, False)):
+        found = torch.autograd.grad(factor * loss, leaves, retain_graph=keeps)
+        for ours, theirs in zip(found, truth(x, weight, targets, token_weights, factor)[1:], strict=True):
+            check(ours, theirs)
+
+
+def test_an_evaluation_makes_no_gradients() -> None:
+    x, weight, targets, token_weights = inputs(37)
+    asked = []
+
+    def noting(*given):
+        asked.append(given[-1])
+        return chunk_loss(*given)
+
+    with torch.no_grad():
+        one_rank_loss(x, weight.requires_grad_(), targets, token_weights, chunk_fn=noting)
+    assert asked == [False]
+    one_rank_loss(x, weight, targets, token_weights, chunk_fn=noting).backward()
+    assert asked == [False, True]
+    check(weight.grad, truth(x, weight.detach(), targets, token_weights)[2])
+
+
 def test_tokens_without_weight_change_nothing() -> None:
     x, weight, targets, _ = inputs(37)
     hidden, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -73,6 +73,13 @@ def in_few_bits(self: Variant, x: torch.Tensor, context: Context) -> torch.Tenso
         return Attention.forward(self, x, context).float()
 
 
+def changing_what_it_got(self: Variant, x: torch.Tensor, context: Context) -> torch.Tensor:
+    y = self.out(self.qkv(x)[0])
+    y *= 2.0
+    y += x
+    return y
+
+
 def changing_what_it_gave(self: Variant, x: torch.Tensor, context: Context) -> torch.Tensor:
     given = 1.5 * x
     q, _, _ = self.qkv(given)
@@ -133,6 +140,7 @@ def add(products: list[Product]) -> None:
         first_without_gradients,
         as_a_matrix,
         in_few_bits,
+        changing_what_it_got,
     ],
 )
 def test_a_variant_may_use_its_projections_in_any_way(use: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +185,11 @@ def hooked_behind(linear: nn.Module) -> None:
     linear.weight.register_post_accumulate_grad_hook(triple)
 
 
-@pytest.mark.parametrize("change", [parametrized, hooked, hooked_behind])
+def frozen(linear: nn.Module) -> None:
+    linear.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [parametrized, hooked, hooked_behind, frozen])
 @pytest.mark.parametrize("which", [["mlp.down"], MATRICES])
 def test_a_gradient_that_somebody_is_to_see_is_autograds(change: Callable, which: list[str]) -> None:
     plain, caught = layer_of(), layer_of()

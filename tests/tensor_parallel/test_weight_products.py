@@ -117,6 +117,25 @@ def test_a_linear_that_is_not_used_has_no_product() -> None:
     assert [p.grad for p in unused] == [p.inside for p in unused] == [None, None]
 
 
+def test_layers_are_compiled_once() -> None:
+    """What the first forward leaves on a linear would else be a reason to compile all layers anew in the second."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    model = decoder()
+    for layer in model.layers.values():
+        layer.forward = torch.compile(layer.forward, fullgraph=True, backend=count, dynamic=False)
+    products = catching(model)
+    for _ in range(2):
+        run(model)
+    assert len(products) == 16 and all(product.inside is not None for product in products)
+    assert len(graphs) == 1
+
+
 def test_join() -> None:
     parts = [torch.randn(5, n) for n in (3, 1, 4)]
     whole, sums = join(parts)

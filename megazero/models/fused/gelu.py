@@ -25,8 +25,9 @@ def _gelu_forward(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    column = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)[None, :]
-    row = tl.program_id(1).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    across = tl.cdiv(columns, tile_columns)
+    column = tl.program_id(0) % across * tile_columns + tl.arange(0, tile_columns)[None, :]
+    row = (tl.program_id(0) // across).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     inside = (row < rows) & (column < columns)
     at = row * columns + column
     bias = tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
@@ -70,10 +71,11 @@ def _gelu_backward(
 @triton_op("megazero::bias_gelu", mutates_args={})
 def _bias_gelu(product: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     rows, columns = product.shape
-    product = product.contiguous()
+    product, bias = product.contiguous(), bias.contiguous()
     out = torch.empty_like(product)
-    programs = triton.cdiv(columns, FORWARD_COLUMNS), triton.cdiv(rows, FORWARD_ROWS)
-    wrap_triton(_gelu_forward)[programs](
+    # In one dimension: a grid's second has no more than 65535 programs, which are half a million tokens.
+    programs = triton.cdiv(columns, FORWARD_COLUMNS) * triton.cdiv(rows, FORWARD_ROWS)
+    wrap_triton(_gelu_forward)[(programs,)](
         product,
         bias,
         out,
@@ -118,7 +120,9 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad):
     product, bias = ctx.saved_tensors
-    grad_product, sums = torch.ops.megazero.bias_gelu_backward(grad.contiguous(), product.contiguous(), bias)
+    grad_product, sums = torch.ops.megazero.bias_gelu_backward(
+        grad.contiguous(), product.contiguous(), bias.contiguous()
+    )
     return grad_product, sums.sum(0).to(bias.dtype)
 
 

@@ -95,6 +95,7 @@ def _forward(
     """The sum (or x), that normalised, and of each row the mean and the reciprocal deviation."""
     rows, features = x.shape
     x, adds = x.contiguous(), branch is not None
+    weight, bias = weight.contiguous(), bias.contiguous()
     branch = x if branch is None else branch.contiguous()
     total = torch.empty_like(x) if adds else x
     normed = torch.empty_like(x)
@@ -170,7 +171,7 @@ def _add_norm_backward(
 
 def _gradients(grad_total, grad_normed, total, mean, scale, weight):
     grad, weight_sums, bias_sums = torch.ops.megazero.add_norm_backward(
-        grad_total.contiguous(), grad_normed.contiguous(), total.contiguous(), mean, scale, weight
+        grad_total.contiguous(), grad_normed.contiguous(), total.contiguous(), mean, scale, weight.contiguous()
     )
     return grad, weight_sums.sum(0).to(weight.dtype), bias_sums.sum(0).to(weight.dtype)
 
@@ -207,5 +208,6 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: LayerNorm) -> t
     """(T, H), and what a branch adds to it if there is one → their sum, and that under ``norm``, in their dtype."""
     if branch is None:
         return _NormBeside.apply(x, norm.weight, norm.bias, norm.eps)
-    total, normed, _, _ = _add_norm(x, branch, norm.weight, norm.bias, norm.eps)
+    # What a sum would repeat for every row, the kernel would look for behind the one that is there.
+    total, normed, _, _ = _add_norm(x, branch.expand_as(x), norm.weight, norm.bias, norm.eps)
     return total, normed
