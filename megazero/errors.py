@@ -40,8 +40,8 @@ def explained(error: OSError) -> str:
         errno.ENOTEMPTY: "something else has been put there meanwhile",
         errno.EEXIST: "something else is there already; remove it, or choose another place",
         errno.ENOTDIR: "a file is where a directory has to be; remove it, or choose another place",
-        errno.EACCES: "no permission; choose another place",
-        errno.EROFS: "the file system is read-only; choose another place",
+        errno.EACCES: "Permission denied: choose another place",
+        errno.EROFS: "the file system is read-only: choose another place",
     }.get(error.errno or 0, error.strerror or str(error))
     return f"{reason} ({error.filename})" if error.filename else reason
 
