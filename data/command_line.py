@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from megazero.errors import MegazeroError
+from megazero.errors import MegazeroError, explained
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -23,7 +23,8 @@ def run_script(main: Callable[[], None]) -> None:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone, e.g. `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
-        print(f"error: {error}", file=sys.stderr)
+        message = explained(error) if isinstance(error, OSError) else error
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.indexed import CODES, HEADER, MAGIC, IndexedDataset, check_ids, companion
-from megazero.errors import DataError
+from megazero.errors import DataError, explained
 
 LONGEST_SEQUENCE = 2**31 - 1
 
@@ -37,15 +38,25 @@ def index_bytes(dtype: np.dtype, lengths: np.ndarray, boundaries: np.ndarray) ->
     ]
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it has all of ``content`` or does not exist; folders are made for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+@contextlib.contextmanager
+def _writing(target: str | Path) -> Iterator[None]:
+    """DataError with the target's name in place of an OSError, which may have none or that of a temporary file."""
     try:
-        _write_synced(temporary, [content])
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written: {explained(error)}") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it has all of ``content`` or does not exist; folders are made for it. Raises DataError."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_synced(temporary, [content])
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _write_synced(path: Path, parts: list[bytes]) -> None:
@@ -59,7 +70,7 @@ class DatasetWriter:
     """Writes ``prefix``.bin, .idx and, as asked, .mask and .json.
 
     Everything goes to temporary names beside the target; ``commit`` renames them, the .idx last. It is a context
-    manager: what is not committed at the end of the block leaves no trace.
+    manager: what is not committed at the end of the block leaves no trace. What cannot be written is a DataError.
 
     ``dtype``: of the stored ids, from data.indexed.token_dtype. ``vocab_size``: ids must be below it, if given.
     ``masked``: also keep a loss mask.
@@ -77,20 +88,21 @@ class DatasetWriter:
         self._boundaries: list[np.ndarray] = [np.zeros(1, np.int64)]
         self._num_sequences = 0
         self.num_documents = 0
-        self._made_folders = self._make_folder()
         self._files: dict[str, BinaryIO] = {}
+        self._made_folders: list[Path] = []
         try:
-            for suffix in ["bin", "mask"] if masked else ["bin"]:
-                self._files[suffix] = self._temporary(suffix).open("wb")
+            with _writing(self.prefix):
+                self._make_folder()
+                for suffix in ["bin", "mask"] if masked else ["bin"]:
+                    self._files[suffix] = self._temporary(suffix).open("wb")
         except BaseException:
             self.abort()
             raise
 
-    def _make_folder(self) -> list[Path]:
+    def _make_folder(self) -> None:
         folder = Path(self.prefix).parent
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._made_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        return missing
 
     def _temporary(self, suffix: str) -> Path:
         return companion(self.prefix, f"{suffix}.tmp{os.getpid()}")
@@ -113,10 +125,11 @@ class DatasetWriter:
             raise DataError(
                 f"{where}: token id {int(tokens.max())} does not fit the file's {self.dtype}; it needs a wider dtype"
             )
-        self._files["bin"].write(tokens.astype(self.dtype).tobytes())
-        if "mask" in self._files:
-            mask = np.ones(len(tokens), np.uint8) if mask is None else np.asarray(mask)
-            self._files["mask"].write(mask.astype(np.uint8).tobytes())
+        with _writing(self.prefix):
+            self._files["bin"].write(tokens.astype(self.dtype).tobytes())
+            if "mask" in self._files:
+                mask = np.ones(len(tokens), np.uint8) if mask is None else np.asarray(mask)
+                self._files["mask"].write(mask.astype(np.uint8).tobytes())
         self._note_documents(np.asarray(lengths, np.int64))
         self.num_tokens += len(tokens)
 
@@ -143,7 +156,7 @@ class DatasetWriter:
         if (shard.mask is not None) != ("mask" in self._files):
             raise DataError(f"{prefix} and {self.prefix} must both have a loss mask, or neither")
         for suffix, file in self._files.items():
-            with companion(prefix, suffix).open("rb") as source:
+            with companion(prefix, suffix).open("rb") as source, _writing(self.prefix):
                 shutil.copyfileobj(source, file, 1 << 24)
         self._lengths.append(np.asarray(shard.lengths, np.int64))
         self._boundaries.append(self._num_sequences + np.asarray(shard.boundaries[1:], np.int64))
@@ -156,6 +169,11 @@ class DatasetWriter:
 
         A crash on the way leaves a dataset without .idx, which nobody opens, or the finished one.
         """
+        with _writing(self.prefix):
+            self._commit(metadata)
+        self._made_folders = []
+
+    def _commit(self, metadata: dict[str, Any] | None) -> None:
         boundaries = np.concatenate(self._boundaries)
         _write_synced(
             self._temporary("idx"),
@@ -176,14 +194,15 @@ class DatasetWriter:
             else:
                 companion(self.prefix, suffix).unlink(missing_ok=True)
         os.replace(self._temporary("idx"), companion(self.prefix, "idx"))
-        self._made_folders = []
 
     def abort(self) -> None:
         """Remove the temporary files and the folders made for them; after a commit there are none."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # what it still holds does not fit on a full disk
+                file.close()
         for suffix in ("bin", "mask", "json", "idx"):
-            self._temporary(suffix).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._temporary(suffix).unlink()
         for folder in self._made_folders:
             try:
                 folder.rmdir()

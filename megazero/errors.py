@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -27,6 +28,22 @@ def _shortened(line: str) -> str:
         return line
     half = _LONGEST_LINE // 2
     return f"{line[:half]} … ({len(line) - 2 * half} characters) … {line[-half:]}"
+
+
+def explained(error: OSError) -> str:
+    """What is wrong and what to do, with the file where the error knows it (that of a full disk does not)."""
+    elsewhere = "free some, or choose another place"
+    reason = {
+        errno.ENOSPC: f"no space left on the disk: {elsewhere}",
+        errno.EDQUOT: f"the disk quota is used up: {elsewhere}",
+        errno.EFBIG: "File too large for the limit on files' size: raise it (ulimit -f), or choose another place",
+        errno.ENOTEMPTY: "something else has been put there meanwhile",
+        errno.EEXIST: "something else is there already; remove it, or choose another place",
+        errno.ENOTDIR: "a file is where a directory has to be; remove it, or choose another place",
+        errno.EACCES: "Permission denied: choose another place",
+        errno.EROFS: "the file system is read-only: choose another place",
+    }.get(error.errno or 0, error.strerror or str(error))
+    return f"{reason} ({error.filename})" if error.filename else reason
 
 
 def near(name: str, known: Sequence[str], n: int = 1, cutoff: float = 0.6) -> list[str]:

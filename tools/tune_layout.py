@@ -115,9 +115,21 @@ def fit_lines(chip: Chip, better: Chip, runs: Sequence[Measured]) -> Iterator[st
     yield f"with these, steps are planned to {max(map(abs, errors)):.1%} of what was measured"
 
 
+def shortened(tree: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The settings for a run of so many steps: what only a whole run has room for is no part of a step's time."""
+    tree = {section: dict(fields) for section, fields in tree.items() if section not in ("checkpoint", "log")}
+    optimizer = tree.setdefault("optimizer", {})
+    for name in ("schedule", "decay_steps"):
+        optimizer.pop(name, None)
+    if (warmup := optimizer.get("warmup_steps")) is not None:
+        optimizer["warmup_steps"] = min(int(warmup), steps)
+    tree.setdefault("train", {}).pop("rampup_batch_size", None)
+    return tree
+
+
 def common_flags(config: Config, tree: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     """What all runs share."""
-    tree = {section: fields for section, fields in tree.items() if section not in ("checkpoint", "log")}
+    tree = shortened(tree, arguments.warmup + arguments.measure)
     return [
         *setting_flags(tree),
         *(("--model.preset", tree["model"]["preset"]) if "preset" in tree["model"] else ()),

@@ -273,6 +273,7 @@ def _explain(error: OSError, root: Path, setting: str) -> str:
     reason = {
         errno.ENOSPC: f"no space left on the disk: {full}",
         errno.EDQUOT: f"the disk quota is used up: {full}",
+        errno.EFBIG: f"File too large for the limit on files' size: raise it (ulimit -f), or choose another {setting}",
         errno.EACCES: f"no permission to write there: choose another {setting}",
         errno.EROFS: f"the file system is read-only: choose another {setting}",
         errno.ENOENT: f"no such directory: {setting} must be on a disk that all ranks share",

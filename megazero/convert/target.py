@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.checkpoint import files
-from megazero.errors import ConvertError
+from megazero.errors import ConvertError, explained
 
 _SUFFIX = ".converting"
 
@@ -22,7 +21,7 @@ def refuse_non_empty(path: str | os.PathLike[str]) -> None:
     try:
         taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
     except OSError as error:
-        raise ConvertError(f"{path}: cannot be written: {explain(error)}") from error
+        raise ConvertError(f"{path}: cannot be written: {explained(error)}") from error
     if taken:
         raise ConvertError(f"{path}: is there already and not empty; remove it or choose another")
     place = Path(os.path.realpath(path))
@@ -51,16 +50,7 @@ def new_directory(target: str | os.PathLike[str]) -> Iterator[Path]:
             os.rename(scratch, place)
             files.sync_directory(place.parent)
         except OSError as error:
-            raise ConvertError(f"{target}: cannot be written: {explain(error)}") from error
-
-
-def explain(error: OSError) -> str:
-    reason = {
-        errno.ENOSPC: "no space left on the disk: free some, or choose another place",
-        errno.EDQUOT: "the disk quota is used up: free some, or choose another place",
-        errno.ENOTEMPTY: "something else has been put there meanwhile",
-    }.get(error.errno or 0, error.strerror or str(error))
-    return f"{reason} ({error.filename})" if error.filename else reason
+            raise ConvertError(f"{target}: cannot be written: {explained(error)}") from error
 
 
 @contextlib.contextmanager

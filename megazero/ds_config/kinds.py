@@ -136,6 +136,34 @@ def _read_rates(value: Any) -> float | tuple[float, ...]:
     return float(_as_number(value))
 
 
+def read_argument(value: Any, default: Any, several: bool = False) -> Any:
+    """An argument of one of torch's classes, which look at few of theirs before they use them: of the kind that its
+    default is of (``inspect.Parameter.empty``: it has none, and is a number), or ValueError. ``several``: in place of a
+    number there may be a list of them."""
+    if isinstance(default, bool):
+        return _read_boolean(value)
+    if isinstance(default, str):
+        return _read_text(value)
+    if isinstance(default, tuple):
+        if not isinstance(value, list | tuple) or len(value) != len(default):
+            raise ValueError(f"{value!r} must be {len(default)} numbers")
+        return tuple(part if part is None else _as_number(part) for part in value)
+    if several and isinstance(value, list | tuple):
+        return [read_argument(part, default) for part in value]
+    if default is None:
+        return _as_number(value) if isinstance(value, str) and _is_number(value) else value
+    result = _as_number(value)
+    is_count = not isinstance(default, float) and isinstance(result, float) and result.is_integer()
+    return int(result) if is_count else result
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(abs(float(text)) < _NO_NUMBER)
+    except ValueError:
+        return False
+
+
 PERIOD = Kind("integer", _read_period)
 BOOLEAN = Kind("true or false", _read_boolean)
 TEXT = Kind("string", _read_text)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megazero.ds_config.kinds import BOOLEAN
+from megazero.ds_config.kinds import BOOLEAN, read_argument
 from megazero.ds_config.tree import OptimizerChoice
 from megazero.errors import near
 
@@ -117,12 +117,17 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[OptimizerChoice | None
         exact = _settle_adam(exact, arguments, found)
     if exact == "Lion":
         arguments.pop("set_grad_none", None)
-    allowed = list(inspect.signature(_class(exact).__init__).parameters)[2:]
-    for argument in [argument for argument in arguments if argument not in allowed]:
-        close = near(argument, allowed, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(allowed)}"
-        found.append((f"optimizer.params.{argument}", f"{exact} has no such argument; {hint}"))
-    arguments = {argument: _plain(value) for argument, value in arguments.items()}
+    allowed = dict(list(inspect.signature(_class(exact).__init__).parameters.items())[2:])
+    for argument, value in arguments.items():
+        if argument not in allowed:
+            close = near(argument, list(allowed), n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(allowed)}"
+            found.append((f"optimizer.params.{argument}", f"{exact} has no such argument; {hint}"))
+            continue
+        try:
+            arguments[argument] = read_argument(value, allowed[argument].default)
+        except ValueError as error:
+            found.append((f"optimizer.params.{argument}", str(error)))
     if not found:
         try:
             _class(exact)([torch.zeros(1, 1, requires_grad=True)], **arguments)
@@ -153,15 +158,3 @@ def _settle_adam(name: str, arguments: dict[str, Any], found: list[tuple[str, st
 
 def _class(name: str) -> Callable[..., torch.optim.Optimizer]:
     return Lion if name == "Lion" else getattr(torch.optim, name)
-
-
-def _plain(value: Any) -> Any:
-    """Lists as tuples, numbers in strings as numbers."""
-    if isinstance(value, list | tuple):
-        return tuple(_plain(part) for part in value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    return value

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from megazero.ds_config.kinds import BOOLEAN, RATES, Kind, choice, integer, number
+from megazero.ds_config.kinds import BOOLEAN, RATES, Kind, choice, integer, number, read_argument
 from megazero.ds_config.schedules import (
     LRRangeTest,
     OneCycle,
@@ -126,11 +126,40 @@ def choose(name: str, params: Mapping[str, Any]) -> tuple[SchedulerChoice | None
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
         what = "cannot be described in JSON" if kind is not None else "is no schedule of DeepSpeed or torch"
         return None, [("scheduler.type", f"{name!r} {what}; {hint}")]
+    return _choose_torchs(name, kind, params)
+
+
+def _choose_torchs(
+    name: str, kind: Callable[..., Any], params: Mapping[str, Any]
+) -> tuple[SchedulerChoice | None, list[tuple[str, str]]]:
+    known, arguments, found = dict(list(inspect.signature(kind).parameters.items())[1:]), {}, []
+    for argument, value in params.items():
+        if argument not in known:
+            found.append(_unknown(name, argument, list(known)))
+            continue
+        try:
+            arguments[argument] = read_argument(value, known[argument].default, several=True)
+        except ValueError as error:
+            found.append((f"scheduler.params.{argument}", str(error)))
+    if found:
+        return None, found
+    message = f'{name} needs it, and it is missing or an "auto" that nobody resolves'
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in arguments:
+            found.append((f"scheduler.params.{key}", message))
+    if found:
+        return None, found
     try:
-        kind(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9), **params)
+        kind(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9), **arguments)
     except Exception as error:  # whatever a class does with what it does not expect
         return None, [("scheduler.params", f"{name} does not take them: {error}")]
-    return SchedulerChoice(name, dict(params)), []
+    return SchedulerChoice(name, arguments), []
+
+
+def _unknown(name: str, argument: str, known: list[str]) -> tuple[str, str]:
+    close = near(argument, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    return f"scheduler.params.{argument}", f"{name} has no such argument; {hint}"
 
 
 def _torch_schedulers() -> list[str]:
@@ -143,9 +172,7 @@ def _choose_own(name: str, params: Mapping[str, Any]) -> tuple[SchedulerChoice |
     known, arguments, found = {key.name: key for key in PARAMETERS[name]}, {}, []
     for argument, value in params.items():
         if argument not in known:
-            close = near(argument, list(known), n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            found.append((f"scheduler.params.{argument}", f"{name} has no such argument; {hint}"))
+            found.append(_unknown(name, argument, list(known)))
             continue
         try:
             arguments[argument] = known[argument].kind.read(value)

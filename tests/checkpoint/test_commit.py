@@ -158,16 +158,20 @@ def test_retention_counts_whole_checkpoints_only(tmp_path):
     assert value_of(tmp_path / "step_00000010") == 10.0
 
 
-def test_the_checkpoint_resumed_from_stays_until_the_next_is_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.ENOSPC, "no space left on the disk: free some"), (errno.EFBIG, "raise it .ulimit -f., or choose another")],
+)
+def test_the_checkpoint_resumed_from_stays_until_the_next_is_whole(tmp_path, monkeypatch, number, message):
     save(tmp_path, 10, chunk(1.0))
     writer = CheckpointWriter(tmp_path, keep=1, start_step=10)
 
     def full(descriptor, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
-        with pytest.raises(CheckpointError, match="no space left on the disk: free some"):
+        with pytest.raises(CheckpointError, match=message):
             writer.save(20, chunk(2.0))
     assert value_of(tmp_path) == 1.0
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step_00000010"]

@@ -185,6 +185,7 @@ def test_what_follows_from_a_wrong_field_is_not_reported():
         ("a.yaml", "1: 2\n", "1 is no field name"),
         ("a.yaml", "train: {steps: 08}\ntrain:\n", "'train' is given twice"),
         ("a.json", '{"train": }', "line 1"),
+        ("a.json", '{"train": {"steps": 1, "steps": 2}}', "'steps' is given twice in one section"),
         ("a.json", "[" * 200_000, "recursion"),
         ("a.yaml", "[" * 2_000, "brackets inside brackets, more than 50"),
         ("a.yaml", "- " * 2_000, "recursion"),

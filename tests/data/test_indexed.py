@@ -99,7 +99,7 @@ def test_a_commit_cut_off_anywhere_leaves_no_dataset_or_a_whole_one(tmp_path, mo
         monkeypatch.undo()
         replaced.clear()
         monkeypatch.setattr(os, "replace", stop_at(count))
-        with pytest.raises(OSError, match="cut off"):
+        with pytest.raises(DataError, match="cut off"):
             write_dataset(tmp_path / "d", [[7]] * (count + 1), metadata={})
         with pytest.raises(DataError, match="d.idx does not exist"):
             IndexedDataset(prefix)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -222,6 +223,27 @@ def test_a_directory_in_the_place_of_a_file(tmp_path, suffix):
     message = f"error: --output: {wrong} is a directory, where a file has to go; remove it or choose another\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.txt", wrong.name])
+
+
+def test_a_file_in_the_place_of_a_directory(tmp_path):
+    (tmp_path / "in.txt").write_text("text")
+    done = preprocess("--input", tmp_path / "in.txt", "--tokenizer", "byte", "--output", tmp_path / "in.txt" / "o")
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert f"error: {tmp_path}/in.txt/o: cannot be written: something else is there already; remove it" in done.stderr
+
+
+@pytest.mark.parametrize("size", [3_000, 300_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, size):
+    """``size``: the disk is full as the last of the file is written, and on the way."""
+    (tmp_path / "in.txt").write_text("t" * size)
+    before = snapshot(tmp_path)
+    arguments = ["--input", "in.txt", "--tokenizer", "byte", "--output", "new/o"]
+    script = shlex.join([sys.executable, str(ROOT / "data/preprocess.py"), *arguments])
+    limited = ["bash", "-c", f"ulimit -f 2; {script}"]  # in KiB
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert "error: new/o: cannot be written: File too large" in done.stderr and "ulimit" in done.stderr
+    assert snapshot(tmp_path) == before
 
 
 def test_damage_found_by_a_worker_leaves_the_earlier_dataset(tmp_path):

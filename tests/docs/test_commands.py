@@ -122,6 +122,25 @@ def test_readme_names_both_commands_and_links_exist():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_files_of_the_quickstart_are_those_it_makes():
+    """The pages go on with them; each is named in the scripts that make it."""
+    scripts = "".join((ROOT / "examples" / name).read_text() for name in ("quickstart.sh", "recipe.sh"))
+    for page in PAGES:
+        for name in re.findall(r"\bruns/quickstart/([\w.-]+)", page.read_text()):
+            assert re.search(rf'(?:\$OUT|\$1)/{re.escape(name)}"', scripts), f"{page.name}: runs/quickstart/{name}"
+
+
+def test_metrics_of_the_worked_example_are_reported_from_where_it_writes_them():
+    written = {words[words.index("--log.jsonl") + 1] for words in _words("README.md") if "--log.jsonl" in words}
+    reported = {words[2] for page in PAGES for words in _words(page.name) if words[1:2] == ["tools/report.py"]}
+    assert written and reported <= written
+
+
+def _words(name: str) -> list[list[str]]:
+    page = next(page for page in PAGES if page.name == name)
+    return [words for block in blocks(page) for words in commands(block)]
+
+
 def test_worked_example_runs(tmp_path: Path):
     """As it stands, but for fewer and smaller steps, in a folder that is not the checkout."""
     text = (ROOT / "README.md").read_text()

@@ -120,7 +120,12 @@ def test_a_class_that_is_not_known_is_not_trusted():
         ("Optimizer", {}, "type", "neither Lion nor in torch.optim"),
         ("AdamW", dict(weigth_decay=1), "params.weigth_decay", "did you mean weight_decay"),
         ("AdamW", dict(betas=[0.9, 1.5]), "params", "beta"),
-        ("AdamW", dict(lr="fast"), "params", "AdamW does not take them"),
+        ("AdamW", dict(lr="fast"), "params.lr", "'fast' must be a number"),
+        ("SGD", dict(lr=[0.1]), "params.lr", "[0.1] must be a number"),
+        ("AdamW", dict(betas=0.9), "params.betas", "0.9 must be 2 numbers"),
+        ("AdamW", dict(betas=[0.9, 0.95, 0.99]), "params.betas", "must be 2 numbers"),
+        ("Lion", dict(betas=[0.9, "x"]), "params.betas", "'x' must be a number"),
+        ("SGD", dict(lr=0.1, momentum=0.9, nesterov="no"), "params.nesterov", "must be true or false"),
         ("AdamW", dict(max_grad_norm=1.0), "params.max_grad_norm", "gradient_clipping"),
         ("AdamW", dict(bias_correction=False), "params.bias_correction", "without bias correction"),
         ("AdamW", dict(adam_w_mode="perhaps"), "params.adam_w_mode", "must be true or false"),
@@ -132,3 +137,12 @@ def test_mistakes(name, params, field, message):
     choice, found = choose(name, params)
     assert choice is None and [path for path, _ in found] == [f"optimizer.{field}"]
     assert message in found[0][1]
+
+
+def test_values_that_are_strings():
+    choice, found = choose("SGD", dict(lr="1e-1", momentum="0.9", nesterov="false", weight_decay=0))
+    assert not found and choice.params == dict(lr=0.1, momentum=0.9, nesterov=False, weight_decay=0)
+    choice, found = choose("Adafactor", dict(eps=[None, "1e-3"]))
+    assert not found and choice.params == dict(eps=(None, 1e-3))
+    choice, found = choose("Muon", dict(adjust_lr_fn="original", ns_steps="4"))
+    assert not found and choice.params == dict(adjust_lr_fn="original", ns_steps=4)

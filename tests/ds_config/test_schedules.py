@@ -150,6 +150,19 @@ def test_a_schedule_of_torch_by_name():
 
 
 @pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("StepLR", dict(step_size="2", gamma="5e-1")),
+        ("StepLR", dict(step_size=2.0, gamma=0.5)),
+        ("MultiStepLR", dict(milestones=["2", 4.0], gamma=0.5)),
+    ],
+)
+def test_numbers_of_a_schedule_of_torch_may_be_strings_and_floats(kind, params):
+    optimizer = adamw(1.0)
+    assert run(optimizer, make(optimizer, kind, params), 5) == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
         ("warmuplr", {}, "scheduler.type: 'warmuplr' .*did you mean WarmupLR"),
@@ -162,7 +175,12 @@ def test_a_schedule_of_torch_by_name():
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: WarmupDecayLR needs it"),
         ("OneCycle", dict(cycle_min_lr=1, cycle_max_lr=2, cycle_first_step_size=0), "0 must be above 0"),
         ("LRRangeTest", dict(lr_range_test_step_size=0), "0 must be at least 1"),
-        ("StepLR", dict(step=2), "scheduler.params: StepLR does not take them"),
+        ("StepLR", dict(step=2), "scheduler.params.step: StepLR has no such argument; did you mean step_size"),
+        ("StepLR", {}, "scheduler.params.step_size: StepLR needs it"),
+        ("StepLR", dict(step_size="x"), "scheduler.params.step_size: 'x' must be a number"),
+        ("MultiStepLR", dict(milestones=[2, "x"]), "scheduler.params.milestones: 'x' must be a number"),
+        ("OneCycleLR", dict(max_lr=1, total_steps=9, cycle_momentum="no"), "cycle_momentum: 'no' must be true"),
+        ("OneCycleLR", dict(max_lr=1, total_steps=9, anneal_strategy="x"), "scheduler.params: OneCycleLR does not"),
     ],
 )
 def test_mistakes(kind, params, message):

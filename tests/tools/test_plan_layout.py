@@ -37,6 +37,14 @@ def test_table_and_reasons(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "break the rules of parallel.tp; e.g.:" in reasons and "tp=3 pp=1: parallel.tp: 3 does not" in reasons
 
 
+def test_the_lines_that_the_page_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    shown = page.partition("The first lines for a 70B model on 64 H200s are\n\n```\n")[2].partition("```")[0]
+    run(monkeypatch, "--model", "llama3-70b", "--gpus", "64", "--gpu", "h200")
+    lines = capsys.readouterr().out.splitlines()
+    assert shown and [line for line in shown.splitlines() if line not in lines] == []
+
+
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     run(monkeypatch, *SMALL, "--json")
     found = json.loads(capsys.readouterr().out)
@@ -60,7 +68,7 @@ esac
 def started(script: Path, folder: Path, **environment: str) -> tuple[list[str], list[str]]:
     """(the launcher's arguments, those of pretrain/gpt.py) that a script would start."""
     for name, text in (
-        ("python", RECORDER.replace("{python}", sys.executable)),
+        ("python", RECORDER.replace("{python}", f"'{sys.executable}'")),
         ("srun", '#!/usr/bin/env bash\nshift; exec "$@"\n'),
         ("scontrol", "#!/usr/bin/env bash\necho node-a; echo node-b\n"),
     ):

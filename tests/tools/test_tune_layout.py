@@ -13,7 +13,7 @@ from megazero.config import load_config
 from megazero.errors import LaunchError, MegazeroError
 from megazero.planner.chips import CHIPS, load_chip
 from megazero.planner.step_time import step_time
-from tools import layout_runs, tune_layout
+from tools import benchmark, layout_runs, tune_layout
 from tools.layout_runs import parse_run
 
 TRUE = CHIPS["h200"].model_copy(
@@ -80,6 +80,27 @@ def test_planned_beside_measured(
     assert fitted.efficiency.matmul == pytest.approx(0.5, rel=0.1)
     fastest = next(line for line in lines if line.startswith("fastest: "))
     assert fastest.removeprefix("fastest: ") in files["best.sh"].read_text()
+
+
+def test_settings_of_a_whole_run_do_not_keep_short_ones_from_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "whole.yaml"
+    file.write_text(
+        "model: {preset: llama3-8b}\n"
+        "train: {steps: 5000, rampup_batch_size: [8, 8, 1000]}\n"
+        "optimizer: {lr: 1e-3, schedule: wsd, warmup_steps: 50, decay_steps: 1000}\n"
+    )
+
+    def launch(text: str, script: Path, arguments: Sequence[str]) -> str:
+        own, settings = benchmark.parse_arguments([*arguments, *parse_run(text)[1]])
+        config = benchmark.load_settings(settings, own.warmup + own.measure, 8)
+        assert config.optimizer.lr == 1e-3 and config.optimizer.warmup_steps == own.warmup + own.measure
+        return Runs().launch(text, script, arguments)
+
+    monkeypatch.setattr(layout_runs, "launch", launch)
+    monkeypatch.setattr(sys, "argv", ["tune_layout.py", *SETTINGS, "--model", str(file), "--top", "1"])
+    tune_layout.main()
 
 
 def test_a_run_without_a_report_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
