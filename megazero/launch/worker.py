@@ -6,11 +6,15 @@ directory cannot be taken for the package.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
+import gc
+import io
 import os
 import signal
 import sys
+from contextlib import suppress
 
 _TEARDOWN_LIMIT = 15
 """Seconds a failed process may take to end. Its siblings live until it has, and a collective's teardown may hang."""
@@ -23,6 +27,8 @@ def main() -> None:
 
     _end_with_the_launcher()
     faulthandler.enable()
+    failed: list[int] = []
+    atexit.register(_skip_teardown, failed)  # before all others, so that it is called after them
     command = sys.argv[1:]
     if command[0] == "--local_rank":
         at = 3 if command[1] == "-m" else 2
@@ -33,7 +39,19 @@ def main() -> None:
     except SystemExit as ending:
         if ending.code not in (None, 0):
             faulthandler.dump_traceback_later(_TEARDOWN_LIMIT, exit=True)
+            failed.append(ending.code if isinstance(ending.code, int) else 1)
         raise
+
+
+def _skip_teardown(failed: list[int]) -> None:
+    """Leave a failed process where Python would take it apart: threads of process groups that nobody has destroyed may
+    hang in that, or abort it. Of what it does, open files are still owed what was written to them."""
+    if failed:
+        for found in gc.get_objects():
+            if issubclass(type(found), io.IOBase):
+                with suppress(Exception):  # one that is closed, say
+                    found.flush()
+        os._exit(failed[0])
 
 
 def run_script(command: list[str]) -> None:

@@ -152,8 +152,8 @@ def test_a_micro_step_without_a_backward(stage: int) -> None:
     assert (engine.global_steps, engine.micro_steps) == (1, 2)
     assert engine.was_step_applied() and engine.get_batch_info() == (8, 4, 2)
     assert engine.get_mom() == [(0.9, 0.999)] and not engine.dynamic_loss_scale()
-    with pytest.raises(AttributeError, match="neither the engine nor Net has set_train_batch_size"):
-        engine.set_train_batch_size(3)
+    with pytest.raises(AttributeError, match="neither the engine nor Net has set_train_micro_batch_size"):
+        engine.set_train_micro_batch_size(3)
 
 
 class Fails(torch.autograd.Function):

@@ -98,6 +98,22 @@ time.sleep(1000)
             os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
 
 
+def test_a_failed_process_is_not_taken_apart(tmp_path: Path) -> None:
+    """What C++ does at its end may abort it, and would be in the way of the error; Python's own part is done."""
+    script, written = tmp_path / "job.py", tmp_path / "written"
+    script.write_text(f"""
+import atexit, ctypes, sys
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)
+atexit.register(open({str(written)!r}, "w").write, "all of it")
+sys.stdout.write("said before")
+raise ValueError("boom")
+""")
+    done = subprocess.run([sys.executable, ROOT / "megazero/launch/worker.py", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, written.read_text()) == (1, "said before", "all of it")
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("\nValueError: boom\n")
+
+
 def test_a_user_error_is_one_message(launch: Callable) -> None:
     source = """
 from megazero.errors import ConfigError

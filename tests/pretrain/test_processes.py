@@ -166,6 +166,7 @@ def test_bad_input_under_the_launcher(place: Path, tmp_path: Path) -> None:
     launcher = launch(tmp_path, 2, tiny(here, {"checkpoint.dir": here / "run", "parallel.pp": 2}))
     out, err = launcher.communicate(timeout=300)
     assert (launcher.returncode, out) == (2, "")
+    assert len(err.splitlines()) == 2, err
     first, last = err.splitlines()
     words = "rank_00000.safetensors: damaged: the checksum of weight of layers.2.mlp.down.weight does not match"
     assert first.startswith("error: ") and words in first and words in last
