@@ -23,7 +23,9 @@ def run_script(main: Callable[[], None]) -> None:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone, e.g. `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
-        message = explained(error) if isinstance(error, OSError) else error
+        message: object = error
+        if isinstance(error, OSError):  # of a file that was read or written; that of a full disk has no name
+            message = f"{error.filename}: {error.strerror}" if error.filename else explained(error)
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

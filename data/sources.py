@@ -136,7 +136,7 @@ def _check_vocabulary(data: DataSettings, datasets: list[IndexedDataset], vocab_
         if vocab_size is not None and size > vocab_size:
             raise DataError(
                 f"{name} has a vocabulary of {size} entries, the model one of {vocab_size}; "
-                f"set model.vocab_size to at least {size}, or preprocess with a smaller vocabulary"
+                f"set model.vocab_size of a new model to at least {size}, or preprocess with the model's tokenizer"
             )
         if size != next(iter(sizes.values())):
             first = next(iter(sizes))
@@ -146,7 +146,7 @@ def _check_vocabulary(data: DataSettings, datasets: list[IndexedDataset], vocab_
             )
     for dataset in datasets:
         first = dataset.tokens[:_CHECKED_AT_OPEN]
-        advice = "; set model.vocab_size higher, or preprocess with the model's tokenizer"
+        advice = "; set model.vocab_size of a new model higher, or preprocess with the model's tokenizer"
         try:
             check_ids(first, vocab_size, f"{dataset.prefix}.bin")
         except DataError as error:

@@ -18,7 +18,7 @@ NPROC="${NPROC:-$gpus}"
 [ $((NPROC & (NPROC - 1))) -eq 0 ] || fail "NPROC=$NPROC is not a power of two"
 : "${MODEL:=llama3-8b}" "${SCALED:=llama3.2-3b}" "${SEQ:=4096}" "${STEPS:=16}" "${MBS:=2}" "${GBS:=$((4 * NPROC))}"
 OUT="${OUT:-$ROOT/runs/layouts-$(date +%Y%m%d-%H%M%S)}"
-mkdir -p "$OUT"
+make_output "$OUT"
 half=$((NPROC / 2)) quarter=$((NPROC / 4))
 
 runs=("dp=$NPROC,zero=1,mbs=$MBS" "dp=$NPROC,zero=2,mbs=$MBS" "dp=$NPROC,zero=3,mbs=$MBS")

@@ -50,12 +50,12 @@ choose_layout() {
 # Takes OUT for this run alone; where another run has it, a directory beside it.
 claim_output() {
     OUT="${OUT:-$ROOT/runs/quickstart}"
-    mkdir -p "$OUT"
+    make_output "$OUT"
     exec 9>"$OUT/.lock"
     if command -v flock >/dev/null && ! flock -n 9; then
         echo "another quickstart is writing to $OUT; this one goes to $OUT-$$"
         OUT="$OUT-$$"
-        mkdir -p "$OUT"
+        make_output "$OUT"
         exec 9>"$OUT/.lock"
         flock -n 9
     fi

@@ -8,12 +8,26 @@
 #   OUT             directory for metrics and checkpoints
 # Arguments of the script go to pretrain/gpt.py, and win over all of these.
 
+# Ends where one of these variables is set and holds no number that something can be counted by.
+need_counts() {
+    local name
+    for name in "$@"; do
+        [[ "${!name:-1}" =~ ^[1-9][0-9]*$ ]] || fail "$name=${!name}: give a whole number from 1 on, or leave it unset"
+    done
+}
+need_counts NPROC NODES TP PP VPP MBS GBS SEQ STEPS
+
 gpu_count() {
     if [ -z "${CUDA_VISIBLE_DEVICES-unset}" ]; then
         echo 0
         return
     fi
     "$PYTHON" -c 'import torch; print(torch.cuda.device_count())'
+}
+
+# The directory $1 that OUT asks for.
+make_output() {
+    mkdir -p "$1" 2>/dev/null && [ -w "$1" ] || fail "OUT=$1: nothing can be written there; choose another directory"
 }
 
 # Austen under a vocabulary of 4,096 pieces, made once per directory $1. Sets TOKENIZER, and the prefixes TOKENS and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import sentencepiece
 import torch
@@ -32,6 +33,10 @@ def main() -> None:
     parser.add_argument("--prompt", default="She was", help="beginning of the sentence")
     parser.add_argument("--seed", type=int, default=1, help="another seed, another sentence")
     arguments = parser.parse_args()
+    if not Path(arguments.model, "config.json").is_file():  # transformers would look for it on the network
+        parser.error(f"--model: {arguments.model} is no Hugging Face directory; it has a config.json")
+    if not Path(arguments.tokenizer).is_file():
+        parser.error(f"--tokenizer: {arguments.tokenizer} is no file; give the .model of data/train_tokenizer.py")
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=arguments.tokenizer)
     disable_progress_bar()

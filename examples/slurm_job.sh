@@ -1,6 +1,7 @@
 # Sourced by the scripts for sbatch, in the checkout's root and inside a job: runs pretrain/gpt.py on all of its nodes.
 source examples/setup.sh
 source examples/recipe.sh
+[ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: start it by sbatch; bash examples/one_node.sh needs none"
 NPROC="${NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER="${hosts[0]}"

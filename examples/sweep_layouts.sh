@@ -24,7 +24,7 @@ for layout in "${layouts[@]}"; do
     OUT="$SWEEP/tp$TP-pp$PP-zero$ZERO-mbs$MBS"
     echo "tp=$TP pp=$PP zero=$ZERO mbs=$MBS on $NPROC processes" >&2
     recipe_flags
-    mkdir -p "$OUT"
+    make_output "$OUT"
     train_here --log.interval 5 "$@" >"$OUT/log.txt" 2>&1 || echo "  failed, see $OUT/log.txt" >&2
     runs+=("$OUT")
 done

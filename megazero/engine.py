@@ -152,7 +152,8 @@ class Engine:
             self.telemetry.event("start", self.step, message)
         if config.log.events:
             starts, size = int(os.environ.get("MEGAZERO_RESTARTS", "0")), environment.world_size
-            text = f"{size} processes begin after step {self.step}" + (f" (restart {starts})" if starts else "")
+            who = f"{size} processes begin" if size > 1 else "1 process begins"
+            text = f"{who} after step {self.step}" + (f" (restart {starts})" if starts else "")
             self.telemetry.event("start", self.step, text, world_size=size, restarts=starts)
         if self.step >= config.train.steps:
             self.telemetry.message(f"all of train.steps = {config.train.steps} are done; raise it to go on")

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -182,7 +183,8 @@ class WeightsAndBiases:
             wandb.teardown()  # its service still holds the run that failed, and would refuse a second of the same id
             self._run = wandb.init(**arguments, mode="offline", settings=self._settings())
         if self._run.settings.mode == "offline":
-            self._say(f"W&B: `wandb sync {self._run.settings.sync_dir}` sends the run {run_id} to the service")
+            command = shlex.join(["wandb", "sync", str(self._run.settings.sync_dir)])
+            self._say(f"W&B: `{command}` sends the run {run_id} to the service")
 
     @staticmethod
     def _settings() -> Any:

@@ -60,6 +60,8 @@ class Telemetry:
         self._events = EventLog(Path(config.log.events)) if config.log.events and rank == 0 else None
         self._sinks: list[Sink] = []
         self._start: Callable[[Sink, int], None]
+        if self._events is not None:
+            self._events.start()
         if rank == 0:
             self._start_sinks(config, model_config, layout, step)
 

@@ -7,6 +7,7 @@ times are those of the compute stream, where a transfer takes as long as the str
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.errors import explained
 from megazero.pipeline.executor import Executor
 from megazero.pipeline.schedules import Action
 from megazero.telemetry.sinks import keep_until
@@ -29,7 +31,7 @@ class ActionTrace:
     """
 
     def __init__(self, path: Path, device: torch.device, last_step: int) -> None:
-        self._path, self._device = path, device
+        self._path, self._device, self.failed = path, device, False
         self._marks: list[tuple[Action, _Mark, _Mark]] = []
         self.go_back(last_step)
 
@@ -57,9 +59,15 @@ class ActionTrace:
             for action, start, end in self._marks
         ]
         self._marks.clear()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "begin": begin, "actions": actions}) + "\n")
+        line = json.dumps({"step": step, "begin": begin, "actions": actions}) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(line)
+        except OSError as error:  # training is worth more than its times
+            self.failed = True
+            told = f"log.timeline: {self._path}: cannot be written: {explained(error)}; no further steps are recorded"
+            print(told, file=sys.stderr, flush=True)
 
     def _mark(self) -> _Mark:
         if self._device.type != "cuda":
@@ -110,7 +118,7 @@ class StepRecorder:
     @contextmanager
     def step(self, step: int, wanted: bool) -> Iterator[None]:
         """Around a step; it is recorded where it is ``wanted``."""
-        if self._trace is None or not wanted:
+        if self._trace is None or self._trace.failed or not wanted:
             yield
             return
         self._executor.trace = self._trace

@@ -280,3 +280,10 @@ run_script(main)
     process.send_signal(how)
     process.communicate()
     assert (process.returncode, list(tmp_path.iterdir())) == (status, [])
+
+
+def test_a_file_that_a_script_cannot_open_is_named(tmp_path):
+    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from data.command_line import run_script; "
+    code += "run_script(lambda: open(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, "new/o"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: new/o: No such file or directory\n")

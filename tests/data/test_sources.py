@@ -122,11 +122,11 @@ def test_errors_before_work(prefix, tmp_path):
         (settings(prefix, valid=short, split=(1, 1)), ConfigError, "data.split: would split data.train"),
         (settings(prefix, tokenizer="sentencepiece:no.model"), DataError, "data.tokenizer: .*no.model does not exist"),
         (settings(prefix, tokenizer="byte"), DataError, "data.tokenizer .byte. has a vocabulary of 257 entries, the"),
-        (settings([1, prefix, 1, byte]), DataError, "byte.json has a vocabulary of 257 entries, the model one of 256"),
+        (settings([1, prefix, 1, byte]), DataError, "of a new model to at least 257, or preprocess with the model's"),
         (
             settings(raw),
             DataError,
-            "raw.bin: token id 999 is outside the vocabulary of 256 entries; set model.vocab_si",
+            "raw.bin: token id 999 is outside the vocabulary of 256 entries; set model.vocab_size of a new",
         ),
     ]
     for given, kind, message in cases:

@@ -88,3 +88,15 @@ def test_a_second_run_over_the_first_and_one_beside_it(first: tuple[Path, str]):
     output = finish(again)
     assert "resumed step 4" in output and "step 6/6" in output
     check_end(output, out / "hf")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("nowhere", "--model: nowhere is no Hugging Face directory"), ("hf", "--tokenizer: nowhere.model is no file")],
+)
+def test_a_sample_of_what_is_not_there(tmp_path: Path, model: str, message: str):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    script, flags = str(ROOT / "examples" / "sample_hf.py"), ["--model", model, "--tokenizer", "nowhere.model"]
+    done = subprocess.run([sys.executable, script, *flags], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]

@@ -144,6 +144,36 @@ def test_slurm(recipes: Recipes):
     assert parsed(flags, 16).parallel.tp == 8
 
 
+@pytest.mark.parametrize(
+    ("script", "environment", "message"),
+    [
+        ("quickstart.sh", {"NPROC": "two"}, "NPROC=two: give a whole number from 1 on"),
+        ("quickstart.sh", {"NPROC": "0"}, "NPROC=0: give a whole number from 1 on"),
+        ("quickstart.sh", {"OUT": "/dev/null/out"}, "OUT=/dev/null/out: nothing can be written there"),
+        ("sweep_layouts.sh", {"OUT": "/dev/null/out"}, "nothing can be written there"),
+        ("measure_layouts.sh", {"OUT": "/dev/null/out", "NPROC": "2"}, "nothing can be written there"),
+        ("single_gpu.sh", {"STEPS": "ten"}, "STEPS=ten: give a whole number from 1 on"),
+        ("one_node.sh", {"TP": "2", "PP": "0"}, "PP=0: give a whole number from 1 on"),
+        (
+            "slurm.sbatch",
+            {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": ""},
+            "this is no Slurm job: start it by sbatch",
+        ),
+        (
+            "recipes/llama3-70b.sbatch",
+            {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": ""},
+            "this is no Slurm job: start it by sbatch",
+        ),
+    ],
+)
+def test_mistakes_in_the_environment(recipes: Recipes, script: str, environment: dict[str, str], message: str):
+    done = recipes.run(script, **environment)
+    errors = done.stderr.splitlines()
+    assert done.returncode == 1 and not recipes.record.exists()
+    assert errors[-1].startswith("error: ") and message in errors[-1]
+    assert not [line for line in errors if "line " in line], "bash's own words"
+
+
 @pytest.mark.parametrize("requeue, said", [("1", ["requeue 42"]), ("0", [])])
 def test_slurm_requeues_a_job_whose_time_is_over(recipes: Recipes, requeue: str, said: list[str]):
     """Slurm signals the script; what srun has started is told to end, and does so in its own time."""
@@ -381,7 +411,7 @@ esac
             assert plan(config, count).fullest.peak > 0 and step_time(config, count, CHIPS["h200"]).seconds > 0
 
 
-@pytest.mark.parametrize("processes, message", [("3", "NPROC=3 is not a power of two"), ("0", "nothing to lay out")])
+@pytest.mark.parametrize("processes, message", [("3", "NPROC=3 is not a power of two"), ("1", "nothing to lay out")])
 def test_layouts_cannot_be_measured_on_any_number(recipes: Recipes, processes: str, message: str):
     failed = recipes.run("measure_layouts.sh", NPROC=processes)
     assert failed.returncode != 0 and failed.stderr.count("\n") == 1 and message in failed.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -118,10 +119,11 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
 
 
-def test_unwritable_file_names_the_field(tmp_path: Path):
+@pytest.mark.parametrize("field", ["jsonl", "events"])
+def test_unwritable_file_names_the_field(tmp_path: Path, field: str):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"log\.jsonl: cannot write .*file/m\.jsonl"):
-        run(config(jsonl=str(tmp_path / "file" / "m.jsonl")), range(1))
+    with pytest.raises(ConfigError, match=rf"log\.{field}: cannot write .*file/m\.jsonl"):
+        run(config(**{field: str(tmp_path / "file" / "m.jsonl")}), range(1))
 
 
 def test_missing_package_is_reported_on_every_rank(monkeypatch: pytest.MonkeyPatch):
@@ -196,11 +198,14 @@ def test_wandb_without_network_or_key_trains_on(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "a folder"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     run(config(wandb="project"), range(1, 3))
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "no API key found" in said and "`wandb sync " in said
+    command = shlex.split(re.search("`(wandb sync [^`]*)`", said)[1])
+    assert len(command) == 3 and Path(command[2]).is_dir(), "the command works as it is printed"
 
     start, modes = wandb.init, []
 

@@ -6,10 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from megazero.errors import DataError
 from megazero.pipeline.schedules import COMMUNICATION, Kind, activation_bound, build_schedule
@@ -24,6 +26,7 @@ from megazero.telemetry.timeline import (
     planned_bars,
     timeline_svg,
 )
+from megazero.telemetry.trace import StepRecorder
 from tests.distributed import runs
 
 MODEL = dict(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=23, max_position_embeddings=16)
@@ -132,3 +135,20 @@ def test_other_files_are_refused_by_name(tmp_path: Path):
         file.write_text(text + "\n")
         with pytest.raises(DataError, match=r"pipeline_rank_000.jsonl: not a timeline"):
             measured_bars(tmp_path)
+
+
+def test_times_that_cannot_be_written_are_said_once_and_the_step_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    executor = SimpleNamespace(trace=None)
+    first = {"tp": 0, "dp": 0, "pp": 0}
+    recorder = StepRecorder(executor, str(tmp_path / "file"), first, torch.device("cpu"), 0)
+    traced = []
+    for step in (1, 2):
+        with recorder.step(step, wanted=True):
+            traced.append(executor.trace is not None)
+    assert traced == [True, False] and executor.trace is None
+    said = capsys.readouterr().err
+    assert said.startswith(f"log.timeline: {tmp_path}/file/pipeline_rank_000.jsonl: cannot be written: ")
+    assert said.count("\n") == 1
