@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from megazero.config_rules import either
 from megazero.errors import ConfigError, near
 from megazero.presets import PRESETS
-from megazero.small_files import read_small
+from megazero.small_files import read_small, without_duplicates
 
 _DEEPEST = 50
 
@@ -57,15 +57,6 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
-def _section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    section = dict(pairs)
-    if len(section) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in section if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is given twice in one section; leave out one")
-    return section
-
-
 def read_file(path: str) -> dict[str, Any]:
     """The tree in a .yaml, .yml or .json file. Raises ConfigError, naming file and line."""
     suffix = Path(path).suffix.lower()
@@ -73,7 +64,10 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError.single("--config", f"{path} must end in .yaml, .yml or .json")
     try:
         text = read_small(path).decode("utf-8")
-        tree = json.loads(text, object_pairs_hook=_section) if suffix == ".json" else yaml.load(text, Loader=_Loader)
+        if suffix == ".json":
+            tree = json.loads(text, object_pairs_hook=without_duplicates)
+        else:
+            tree = yaml.load(text, Loader=_Loader)
     except OSError as error:
         raise ConfigError.single("--config", f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -30,19 +30,24 @@ def _shortened(line: str) -> str:
     return f"{line[:half]} … ({len(line) - 2 * half} characters) … {line[-half:]}"
 
 
-def explained(error: OSError) -> str:
-    """What is wrong and what to do, with the file where the error knows it (that of a full disk does not)."""
-    elsewhere = "free some, or choose another place"
-    reason = {
-        errno.ENOSPC: f"no space left on the disk: {elsewhere}",
-        errno.EDQUOT: f"the disk quota is used up: {elsewhere}",
-        errno.EFBIG: "File too large for the limit on files' size: raise it (ulimit -f), or choose another place",
+def reason_of(error: OSError, place: str = "place") -> str:
+    """What is wrong with what was to be written, and what to do. ``place``: what says where that is."""
+    elsewhere = f"choose another {place}"
+    return {
+        errno.ENOSPC: f"no space left on the disk: free some, or {elsewhere}",
+        errno.EDQUOT: f"the disk quota is used up: free some, or {elsewhere}",
+        errno.EFBIG: f"File too large for the limit on files' size: raise it (ulimit -f), or {elsewhere}",
         errno.ENOTEMPTY: "something else has been put there meanwhile",
-        errno.EEXIST: "something else is there already; remove it, or choose another place",
-        errno.ENOTDIR: "a file is where a directory has to be; remove it, or choose another place",
-        errno.EACCES: "Permission denied: choose another place",
-        errno.EROFS: "the file system is read-only: choose another place",
+        errno.EEXIST: f"something else is there already; remove it, or {elsewhere}",
+        errno.ENOTDIR: f"a file is where a directory has to be; remove it, or {elsewhere}",
+        errno.EACCES: f"Permission denied: {elsewhere}",
+        errno.EROFS: f"the file system is read-only: {elsewhere}",
     }.get(error.errno or 0, error.strerror or str(error))
+
+
+def explained(error: OSError) -> str:
+    """The same, with the file where the error knows it (that of a full disk does not)."""
+    reason = reason_of(error)
     return f"{reason} ({error.filename})" if error.filename else reason
 
 

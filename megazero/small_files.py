@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 _MOST = 2**26
 
@@ -31,3 +32,13 @@ def read_small(path: str | os.PathLike[str], pipe: bool = False) -> bytes:
     if len(content) > _MOST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return content
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A section of a JSON file, as ``object_pairs_hook``. Raises ValueError where it has a name twice."""
+    section: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in section:
+            raise ValueError(f"{name!r} is given twice in one section; leave out one")
+        section[name] = value
+    return section

@@ -21,7 +21,7 @@ import torch
 
 from megazero.checkpoint import files, locate, manifest
 from megazero.checkpoint.group import Group, OneProcess, raise_together
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, reason_of
 from megazero.sharding import Rectangle
 
 # Larger chunks are cut along their first dimension, so that who reads a slice checks and holds no more than this.
@@ -269,15 +269,8 @@ def _discard(path: Path) -> None:
 
 
 def _explain(error: OSError, root: Path, setting: str) -> str:
-    full = f"free some, or choose another {setting}"
-    reason = {
-        errno.ENOSPC: f"no space left on the disk: {full}",
-        errno.EDQUOT: f"the disk quota is used up: {full}",
-        errno.EFBIG: f"File too large for the limit on files' size: raise it (ulimit -f), or choose another {setting}",
-        errno.EACCES: f"no permission to write there: choose another {setting}",
-        errno.EROFS: f"the file system is read-only: choose another {setting}",
-        errno.ENOENT: f"no such directory: {setting} must be on a disk that all ranks share",
-    }.get(error.errno or 0, error.strerror or str(error))
+    absent = f"no such directory: {setting} must be on a disk that all ranks share"
+    reason = absent if error.errno == errno.ENOENT else reason_of(error, setting)
     return f"{error.filename or root}: the checkpoint could not be saved: {reason}"
 
 

@@ -28,7 +28,7 @@ from megazero.ds_config.tree import (
     Zero,
 )
 from megazero.errors import ConfigError, near
-from megazero.small_files import read_small
+from megazero.small_files import read_small, without_duplicates
 
 AUTO = "auto"
 _MOMENTS, _MASTERS = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
@@ -57,7 +57,7 @@ def load_ds_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError.single("ds_config", f"is a {type(source).__name__}; give a dict or the path of a JSON file")
     where = str(source)
     try:
-        value = json.loads(read_small(source), object_pairs_hook=_without_duplicates)
+        value = json.loads(read_small(source), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise ConfigError.single(where, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -67,20 +67,11 @@ def load_ds_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         message = f"line {error.lineno}, column {error.colno}: {error.msg}; it must be JSON, without comments"
         raise ConfigError.single(where, message) from None
-    except ValueError as error:  # a number of thousands of digits, a path with a zero byte
+    except ValueError as error:  # a name given twice, a number of thousands of digits, a path with a zero byte
         raise ConfigError.single(where, f"cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError.single(where, f"holds a {type(value).__name__}, not an object of settings")
     return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ConfigError.single(name, "is given twice in one section; leave out one")
-        result[name] = value
-    return result
 
 
 @dataclass

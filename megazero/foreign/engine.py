@@ -400,6 +400,10 @@ class ZeroEngine(WeightExport, EngineNames, nn.Module):
         """What ``train_batch`` reads where it is given no iterator."""
         return self.batches.loader
 
+    @training_dataloader.setter
+    def training_dataloader(self, loader: Iterable[Any] | None) -> None:
+        self.batches = Batches(loader)
+
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradient over all ranks, before clipping; None before the first step. A step that
         float16's loss scale has skipped is none.

@@ -18,7 +18,7 @@ from megazero.errors import ConfigError
 from megazero.foreign.buffers import move_buffers
 from megazero.foreign.choice import choose_optimizer, choose_scheduler, group_names, parameter_groups
 from megazero.foreign.comms_log import CommsLog
-from megazero.foreign.data import Batches, make_loader
+from megazero.foreign.data import make_loader
 from megazero.foreign.engine import ZeroEngine
 from megazero.foreign.optimizer import ShardOptimizer, parts_of
 from megazero.foreign.pipe.engine import PipelineEngine
@@ -100,7 +100,7 @@ def initialize(
     engine.config = given
     settle_model(sharded, engine)
     engine.lr_scheduler, more = choose_scheduler(ds, lr_scheduler, engine.optimizer)
-    engine.batches = Batches(loader)
+    engine.training_dataloader = loader
     if sharded.tier is not None:
         more = [*more, *sharded.tier.notes(), describe_host(sharded.tier.planned)]
     for message in (*messages, *more):

@@ -371,6 +371,9 @@ def test_the_loader_gives_epochs_of_their_own_order_and_train_batch_goes_on_thro
     assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
     with pytest.raises(MegazeroError, match="give an iterator over batches, or training_data"):
         started().train_batch()
+    other = started()
+    other.training_dataloader = loader
+    assert other.training_dataloader is loader and other.train_batch().isfinite()
     with pytest.raises(MegazeroError, match="must return a loss of one element"):
         started(nn.Linear(6, 2)).train_batch(iter([inputs()]))
 

@@ -9,7 +9,6 @@ import torch
 
 from megazero.errors import MegazeroError
 from megazero.foreign.checks import check_parameters
-from megazero.foreign.data import Batches
 from megazero.foreign.engine import ZeroEngine
 from megazero.foreign.pipe.grid import PipelineGrid
 from megazero.foreign.pipe.module import PipelineModule
@@ -73,7 +72,7 @@ class PipelineEngine(ZeroEngine):
         """What ``train_batch`` reads where it is given no iterator, epoch after epoch."""
         if not isinstance(loader, Iterable):
             raise MegazeroError(f"set_dataloader: takes what gives batches, not a {type(loader).__name__}")
-        self.batches = Batches(loader)
+        self.training_dataloader = loader
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """The same of an iterator, from where it is."""
